@@ -1,0 +1,29 @@
+"""DeepInfer: an inference engine for DeepSeek-V4.1-Flash on any accelerator."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepinfer.engine.llm import LLM
+    from deepinfer.engine.outputs import CompletionOutput, RequestOutput
+    from deepinfer.sampling.params import SamplingParams
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "LLM": "deepinfer.engine.llm",
+    "CompletionOutput": "deepinfer.engine.outputs",
+    "RequestOutput": "deepinfer.engine.outputs",
+    "SamplingParams": "deepinfer.sampling.params",
+}
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names on first use, so that `import deepinfer` stays light."""
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'deepinfer' has no attribute {name!r}")
