@@ -1,1 +1,7 @@
-"""Room: checkpoint."""
+"""Checkpoints: folders of safetensors files in the released format."""
+
+from __future__ import annotations
+
+from deepinfer.checkpoint.checkpoint import Checkpoint
+
+__all__ = ["Checkpoint"]

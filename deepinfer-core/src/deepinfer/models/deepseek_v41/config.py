@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer.errors import CheckpointError, ConfigError
+from deepinfer.errors import ConfigError
+from deepinfer.json_files import read_json_object
 from deepinfer.models.deepseek_v41 import config_fields as fields
 from deepinfer.models.deepseek_v41.config_rules import check_rules
 from deepinfer.models.deepseek_v41.config_spelling import normalise_spelling
@@ -181,23 +181,11 @@ def load_config(path: str | Path) -> ModelConfig:
     """Read `config.json` of the checkpoint folder (or the file itself) at `path`.
 
     Raises:
-        CheckpointError: there is no readable JSON file.
-        ConfigError: see `parse_config`.
+        CheckpointError: there is no readable JSON object.
+        ConfigError: see `parse_config`, or a key appears twice.
     """
-    return parse_config(read_config_json(path))
-
-
-def read_config_json(path: str | Path) -> dict[str, Any]:
-    """The parsed `config.json` of a checkpoint folder, or of the file at `path`; CheckpointError if unreadable."""
     file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist; a checkpoint folder needs a config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} holds a {type(raw).__name__}; expected a JSON object")
-    return raw
+    raw, duplicates = read_json_object(file / "config.json" if file.is_dir() else file)
+    if duplicates:
+        raise ConfigError("appears twice in the file; keep one", field=duplicates[0])
+    return parse_config(raw)
