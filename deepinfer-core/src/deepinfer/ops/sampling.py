@@ -1,0 +1,212 @@
+"""From logits to tokens: filters, noise-coupled draws and the status of each row (design 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.contract import Determinism, Sample, SampleSize, composite, op
+from deepinfer.sampling.rng import noise
+
+__all__ = ["STATUS_BAD_LOGITS", "STATUS_OK", "apply_filters", "sample_rows", "sample_step"]
+
+STATUS_OK = 0
+STATUS_BAD_LOGITS = 1
+"""A logit is NaN or +inf, or every logit is -inf: the row has no token."""
+
+MASS_BITS = 40
+"""Probability mass is counted in units of 2**-40 of the largest probability: a sum of integers has no order."""
+
+BLOCK_ELEMENTS = 1 << 20
+"""Logits that one block of rows works on, so that temporaries stay below about 100 bytes times this."""
+
+
+def _vocab(size: SampleSize) -> int:
+    return {"tiny": 16, "odd": 509, "real": 129_280}[size]
+
+
+def _sampling_arguments(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    choice = torch.arange(rows) % 5
+    temperature = torch.where(choice == 0, 0.0, 0.25 + torch.rand(rows, generator=generator))
+    return {
+        "temperature": temperature,
+        "top_k": torch.where((choice == 2) | (choice == 4), 1 + choice, -1).to(torch.int32),
+        "top_p": torch.where(choice >= 3, 0.05 + 0.9 * torch.rand(rows, generator=generator), 1.0),
+    }
+
+
+def _draw_arguments(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        "positions": torch.randint(0, 2**20, (rows,), generator=generator),
+        "completions": torch.randint(0, 4, (rows,), generator=generator).to(torch.int32),
+    }
+
+
+def _logits_samples(size: SampleSize, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    vocab = _vocab(size)
+    rows = 11 if size != "real" else 6
+    yield "empty", torch.empty(0, vocab)
+    yield "one row", 4 * torch.randn(1, vocab, generator=generator)
+    yield "rows", 4 * torch.randn(rows, vocab, generator=generator)
+    yield "ties", torch.randint(-2, 3, (rows, vocab), generator=generator).float()
+    yield "all equal", torch.zeros(5, vocab)
+    yield "signed zeros", torch.where(torch.rand(5, vocab, generator=generator) < 0.5, 0.0, -0.0)
+    masked = torch.randn(5, vocab, generator=generator)
+    yield "masked", torch.where(torch.rand(5, vocab, generator=generator) < 0.5, masked, -torch.inf)
+    yield "huge values", 1e30 * torch.randn(5, vocab, generator=generator)
+
+
+def _filter_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    for label, logits in _logits_samples(size, generator):
+        arguments = _sampling_arguments(logits.shape[0], generator)
+        yield Sample(label, {"logits": logits, **arguments}, ("logits", *arguments))
+
+
+@op(samples=_filter_samples, determinism=Determinism.ROW_INVARIANT)
+def apply_filters(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Scale logits by temperature and drop what top-k and top-p exclude (design 6).
+
+    The order of ids is by value, then by lower id. An id is kept if fewer than top_k ids stand before it and the mass
+    before it, relative to the whole distribution after temperature, is below top_p; so the first id always stays. Mass
+    is counted in integers of 2**-40 of the largest probability. Temperature 0 keeps the first id alone.
+
+    Args:
+        logits: float32 [S, V] without NaN or +inf.
+        temperature: float32 [S], 0 or positive.
+        top_k: int32 [S], -1 for all.
+        top_p: float32 [S], 1 for all.
+
+    Returns:
+        float32 [S, V]: (logit - largest logit) / temperature where kept, else -inf.
+    """
+    shifted = logits - logits.amax(-1, keepdim=True)
+    greedy = (temperature == 0)[:, None]
+    first = torch.arange(logits.shape[-1], device=logits.device) == shifted.argmax(-1, keepdim=True)
+    scaled = torch.where(
+        greedy, torch.where(first, 0.0, -torch.inf), shifted / torch.where(greedy, 1.0, temperature[:, None])
+    )
+    limited = ((temperature > 0) & ((top_k >= 0) | (top_p < 1))).nonzero()[:, 0]
+    if limited.numel():
+        scaled[limited] = _keep_first(scaled[limited], top_k[limited], top_p[limited])
+    return scaled
+
+
+def _keep_first(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    rank = torch.arange(scaled.shape[-1], device=scaled.device)
+    keep &= (top_k < 0)[:, None] | (rank < top_k[:, None])
+    nucleus = (top_p < 1).nonzero()[:, 0]
+    if nucleus.numel():
+        mass = (torch.exp(ordered[nucleus]).double() * 2.0**MASS_BITS).to(torch.int64)
+        through = torch.cumsum(mass, -1)
+        limit = through[:, -1:].double() * top_p[nucleus, None].double()
+        keep[nucleus] &= (through - mass).double() < limit
+    return torch.full_like(scaled, -torch.inf).scatter_(-1, ids, torch.where(keep, ordered, -torch.inf))
+
+
+def _row_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    for label, logits in _logits_samples(size, generator):
+        arguments = _sampling_arguments(logits.shape[0], generator)
+        draws = _draw_arguments(logits.shape[0], generator)
+        kwargs = {"scaled": apply_filters(logits, **arguments), "temperature": arguments["temperature"], **draws}
+        yield Sample(label, kwargs, tuple(kwargs))
+
+
+@op(samples=_row_samples, determinism=Determinism.EXACT)
+def sample_rows(scaled: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, completions: Tensor) -> Tensor:
+    """Draw one id per row: argmax of scaled - log E, ties to the lower id; plain argmax at temperature 0 (design 6).
+
+    The noise log E of an id depends on seed, position, completion and id only (`deepinfer.sampling.rng`), in float32
+    operations of a fixed order, so equal inputs give equal ids on every backend.
+
+    Args:
+        scaled: float32 [S, V], -inf where excluded, at least one finite entry a row.
+        temperature: float32 [S], 0 switches the noise off.
+        seeds: int64 [S].
+        positions: int64 [S], position of the token to be drawn.
+        completions: int32 [S].
+
+    Returns:
+        int64 [S].
+    """
+    tokens = scaled.argmax(-1)
+    drawn = (temperature > 0).nonzero()[:, 0]
+    if drawn.numel():
+        log_e = noise(seeds[drawn], positions[drawn], completions[drawn].to(torch.int64), scaled.shape[-1])
+        noisy = scaled[drawn] - log_e
+        choice = noisy.argmax(-1)
+        # Every kept id may have drawn infinite noise (one id kept: once in 2**25 draws); the best of them stands then.
+        lost = noisy.gather(-1, choice[:, None])[:, 0] == -torch.inf
+        tokens[drawn] = torch.where(lost, tokens[drawn], choice)
+    return tokens
+
+
+def _step_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    for label, logits in _logits_samples(size, generator):
+        rows = logits.shape[0]
+        arguments = {**_sampling_arguments(rows, generator), **_draw_arguments(rows, generator)}
+        yield Sample(label, {"logits": logits, **arguments}, ("logits", *arguments))
+        if rows >= 4:
+            bad = logits.clone()
+            bad[0, 1], bad[1, 2], bad[2] = torch.nan, torch.inf, -torch.inf
+            yield Sample(f"{label}, bad rows", {"logits": bad, **arguments}, ("logits", *arguments))
+
+
+@composite(uses=("apply_filters", "sample_rows"), samples=_step_samples, determinism=Determinism.ROW_INVARIANT)
+def sample_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Sample one token per row and say which rows cannot be sampled (design 6).
+
+    Works in blocks of rows, so that memory does not grow with rows times vocabulary.
+
+    Args of the operation:
+        logits: float32 [S, V]; float64 and others are rounded to float32 first.
+        temperature, top_p: float32 [S]; top_k, completions: int32 [S]; seeds: int64 [S].
+        positions: int64 [S], position of the token to be drawn: the row's position + 1.
+
+    Returns of the operation:
+        tokens: int64 [S], -1 where the status is not 0.
+        status: int32 [S], 0 or `STATUS_BAD_LOGITS` (a NaN, a +inf or no finite logit); a bad row changes no other.
+    """
+    filters, draw = table.apply_filters, table.sample_rows
+
+    def sample_block(
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        completions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        largest = logits.amax(-1)
+        bad = ~torch.isfinite(largest)
+        safe = logits.masked_fill(bad[:, None], 0.0)
+        if bool((temperature == 0).all()):
+            tokens = safe.argmax(-1)
+        else:
+            tokens = draw(filters(safe, temperature, top_k, top_p), temperature, seeds, positions, completions)
+        return torch.where(bad, -1, tokens), torch.where(bad, STATUS_BAD_LOGITS, STATUS_OK).to(torch.int32)
+
+    def sample_step(
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        completions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        rows, vocab = logits.shape
+        arguments = (logits.to(torch.float32), temperature, top_k, top_p, seeds, positions, completions)
+        block = max(1, BLOCK_ELEMENTS // vocab)
+        if rows <= block:
+            return sample_block(*arguments)
+        parts = [sample_block(*(part[at : at + block] for part in arguments)) for at in range(0, rows, block)]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    return sample_step
