@@ -1,1 +1,1 @@
-"""Room: plugins."""
+"""Hook specifications, discovery of plugins, API handshake and selection of the accelerator (imports no torch)."""

@@ -1,0 +1,12 @@
+"""Stored weight formats: exact values of checkpoint bytes and the inverse packers, for a backend's `load` and `unpack`."""
+
+from deepinfer.checkpoint.formats import (
+    dequantise_fp4,
+    dequantise_fp8,
+    dequantise_rows,
+    pack_fp4,
+    scale_values,
+    unpack_fp4,
+)
+
+__all__ = ["dequantise_fp4", "dequantise_fp8", "dequantise_rows", "pack_fp4", "scale_values", "unpack_fp4"]

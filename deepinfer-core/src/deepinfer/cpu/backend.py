@@ -1,0 +1,88 @@
+"""Heavy half of the CPU backend: capabilities as data, kernels and weight forms from their own files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepinfer import __version__
+from deepinfer.api.backend import (
+    ALL_OPS,
+    COLLECTIVES,
+    Backend,
+    Capabilities,
+    Communicator,
+    DeviceRuntime,
+    Handle,
+    Kernel,
+    Numerics,
+    Placement,
+    Shard,
+    WeightGroup,
+)
+from deepinfer.cpu import weights
+from deepinfer.cpu.communicator import GlooCommunicator
+from deepinfer.cpu.kernels import cpu_kernels
+from deepinfer.cpu.runtime import CpuRuntime
+
+__all__ = ["CpuBackend", "create_backend"]
+
+
+class CpuBackend(Backend):
+    """Plain PyTorch on the processor."""
+
+    name = "cpu"
+    version = __version__
+
+    def capabilities(self, device: int = 0) -> Capabilities:
+        """What the processor can do; FP8 and FP4 are emulated through exact conversion."""
+        return Capabilities(
+            device_type="cpu",
+            device_name=torch.backends.cpu.get_cpu_capability(),
+            compute_dtypes=("bfloat16", "float32", "float64"),
+            fp8="emulated",
+            fp4="emulated",
+            compiler="torch-" + hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
+            host_readable=True,
+            collectives=frozenset(COLLECTIVES),
+            fixed_order_collectives=GlooCommunicator.fixed_order,
+            max_draft=64,
+            row_invariant=True,
+            # References that are not row-invariant (plain matrix products) are replaced by kernels of this backend.
+            row_invariant_references=frozenset({ALL_OPS}),
+            references_intended=True,
+            engram_placements=("mmap", "host"),
+            verified_on=("x86-64",),
+        )
+
+    def runtime(self, device: int = 0) -> DeviceRuntime:
+        """The synchronous runtime; there is one device."""
+        return CpuRuntime()
+
+    def communicator(self, group: Any = None) -> Communicator:
+        """Collectives over a gloo group."""
+        return GlooCommunicator(group)
+
+    def kernels(self, numerics: Numerics) -> Mapping[str, Kernel]:
+        """Kernels that replace references, by op name."""
+        return cpu_kernels(numerics)
+
+    def plan_weights(self, groups: Sequence[WeightGroup], shard: Shard, numerics: Numerics) -> list[Placement]:
+        """Form and bytes of each group."""
+        return weights.plan_weights(groups, shard, numerics)
+
+    def load(self, placement: Placement, raw: Mapping[str, torch.Tensor]) -> Handle:
+        """Bring the checkpoint's tensors into the form of the plan."""
+        return weights.load(placement, raw)
+
+    def unpack(self, placement: Placement, handle: Handle) -> dict[str, torch.Tensor]:
+        """The checkpoint's bytes again."""
+        return weights.unpack(placement, handle)
+
+
+def create_backend() -> CpuBackend:
+    """Factory that the descriptor names."""
+    return CpuBackend()
