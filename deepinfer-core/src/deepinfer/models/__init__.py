@@ -1,1 +1,1 @@
-"""Room: models."""
+"""Model families; each registers through the models hook."""

@@ -1,1 +1,1 @@
-"""Room: ops."""
+"""Op contracts by family: names, references, samples, tolerances (design 5)."""

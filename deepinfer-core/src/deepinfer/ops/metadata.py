@@ -135,6 +135,7 @@ class StepInputs:
         last_rows: int64 [S], row to sample or -1.
         seq_slots: int64 [S].
         seq_positions: int64 [S], position of the sequence's last row.
+        last_positions: int64 [T], the same for each row: which rows a bounded state ring keeps.
         page_table: int32 [slots, max_pages], the records' tensor.
     """
 
@@ -153,6 +154,7 @@ class StepInputs:
     last_rows: Tensor
     seq_slots: Tensor
     seq_positions: Tensor
+    last_positions: Tensor
     page_table: Tensor
 
 
@@ -304,6 +306,7 @@ def expand_plan(
         last_rows=torch.where(seq_valid & plan.samples, ends - 1, -1),
         seq_slots=torch.where(seq_valid, plan.slots, -1),
         seq_positions=torch.where(seq_valid, records.length[plan.slots.clamp(min=0)] + plan.row_counts - 1, -1),
+        last_positions=only(first + count - 1),
         page_table=records.page_table,
     )
 
@@ -361,6 +364,7 @@ def _no_rows(records: SlotRecords, row_bucket: int, ngram_size: int, device: tor
         last_rows=none,
         seq_slots=none,
         seq_positions=none,
+        last_positions=nothing,
         page_table=records.page_table,
     )
 

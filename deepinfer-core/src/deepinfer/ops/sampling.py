@@ -11,7 +11,7 @@ from torch import Tensor
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, composite, op
 from deepinfer.sampling.rng import noise
 
-__all__ = ["STATUS_BAD_LOGITS", "STATUS_OK", "apply_filters", "sample_rows", "sample_step"]
+__all__ = ["STATUS_BAD_LOGITS", "STATUS_OK", "apply_filters", "sample_rows", "sample_step", "sampling_bytes"]
 
 STATUS_OK = 0
 STATUS_BAD_LOGITS = 1
@@ -21,7 +21,19 @@ MASS_BITS = 40
 """Probability mass is counted in units of 2**-40 of the largest probability: a sum of integers has no order."""
 
 BLOCK_ELEMENTS = 1 << 20
-"""Logits that one block of rows works on, so that temporaries stay below about 100 bytes times this."""
+"""Logits that one block of rows works on, at least one row."""
+
+BYTES_PER_ELEMENT = 100
+"""Temporaries of filters and noise per logit: about a dozen int64 and float64 values at the peak."""
+
+
+def sampling_bytes(rows: int, vocab_size: int) -> int:
+    """Most bytes of temporaries of a `sample_step` call, beside the logits themselves."""
+    return min(rows, _rows_per_block(vocab_size)) * vocab_size * BYTES_PER_ELEMENT
+
+
+def _rows_per_block(vocab_size: int) -> int:
+    return max(1, BLOCK_ELEMENTS // vocab_size)
 
 
 def _vocab(size: SampleSize) -> int:
@@ -203,7 +215,7 @@ def sample_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     ) -> tuple[Tensor, Tensor]:
         rows, vocab = logits.shape
         arguments = (logits.to(torch.float32), temperature, top_k, top_p, seeds, positions, completions)
-        block = max(1, BLOCK_ELEMENTS // vocab)
+        block = _rows_per_block(vocab)
         if rows <= block:
             return sample_block(*arguments)
         parts = [sample_block(*(part[at : at + block] for part in arguments)) for at in range(0, rows, block)]

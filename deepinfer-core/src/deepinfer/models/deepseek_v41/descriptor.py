@@ -11,7 +11,7 @@ __all__ = ["DEEPSEEK_V41", "deepinfer_register_models"]
 DEEPSEEK_V41 = ModelDescriptor(
     name="deepseek_v41",
     api=(1, 0),
-    module="deepinfer.models.deepseek_v41.spec:create_model_spec",
+    module="deepinfer.models.deepseek_v41.spec:build",
     summary="DeepSeek-V4.1-Flash: CSA2 attention, Engram, MoE, DSpark drafter",
     architectures=("DeepseekV41ForCausalLM",),
 )

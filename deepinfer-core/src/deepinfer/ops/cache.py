@@ -1,0 +1,260 @@
+"""Moves of cached rows between step, state slot and pages.
+
+-1 is the only way to say nothing: such rows are never read and never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, op
+from deepinfer.ops.quant import FP4_BLOCK32, RowFormat, pack_rows
+from deepinfer.ops.sample_inputs import normal, row_counts
+
+__all__ = [
+    "commit_window",
+    "copy_blocks",
+    "gather_entries",
+    "gather_index_keys",
+    "gather_window",
+    "resolve_entries",
+    "store_entries",
+    "store_index_keys",
+]
+
+EXACT = Tolerance(0.0, 0.0)
+
+
+def _bytes(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def _window_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    window, length, row_bytes = {"tiny": (4, 6, 8), "odd": (5, 7, 33), "real": (128, 144, 528)}[size]
+    ring = _bytes(generator, 5, length, row_bytes)
+    cases = {"decode rows": ([3, 9, 0], [1, 1, 1]), "mixed chunk": ([0, window + 3, 2], [2 * window, 1, 3])}
+    for label, (starts, counts) in cases.items():
+        positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+        repeats = torch.tensor(counts)
+        rows = positions.shape[0]
+        low = torch.zeros(rows, dtype=torch.int64)
+        yield Sample(
+            label,
+            {
+                "ring": ring,
+                "step_rows": _bytes(generator, rows, row_bytes),
+                "slots": torch.tensor([1, 2, 4]).repeat_interleave(repeats),
+                "positions": positions,
+                "first_positions": torch.tensor(starts).repeat_interleave(repeats),
+                "first_rows": (torch.cumsum(repeats, 0) - repeats).repeat_interleave(repeats),
+                "window_low": low,
+                "window": window,
+            },
+        )
+    nothing = torch.full((2,), -1)
+    arguments = dict.fromkeys(("slots", "positions", "first_positions", "first_rows"), nothing)
+    arguments |= {"ring": ring, "step_rows": _bytes(generator, 2, row_bytes), "window_low": torch.zeros(2).long()}
+    yield Sample("padding rows", {**arguments, "window": window})
+
+
+@op(samples=_window_samples, determinism=Determinism.EXACT, tolerance=EXACT)
+def gather_window(
+    ring: Tensor,
+    step_rows: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_positions: Tensor,
+    first_rows: Tensor,
+    window_low: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Window rows of each query row, oldest first.
+
+    A position before the sequence's first row of this step is read from the ring, else from the step's own rows.
+
+    Args:
+        ring: [slots, ring length, bytes] uint8; position p lies at p mod ring length.
+        step_rows: [T, bytes] uint8 of this step.
+        slots, positions, first_positions, first_rows: [T] int64, -1 for padding rows.
+        window_low: [T] int64 lowest visible position.
+        window: number of positions, the query's own included.
+
+    Returns:
+        rows [T, window, bytes] uint8 (zeros where invalid) and valid [T, window] bool.
+    """
+    wanted = positions[:, None] + torch.arange(1 - window, 1, device=positions.device)
+    valid = (wanted >= window_low.clamp(min=0)[:, None]) & (positions >= 0)[:, None]
+    in_step = wanted >= first_positions[:, None]
+    ring_position = torch.where(valid, wanted % ring.shape[1], 0)
+    from_ring = ring[slots.clamp(min=0)[:, None], ring_position]
+    step_index = torch.where(valid & in_step, first_rows[:, None] + wanted - first_positions[:, None], 0)
+    rows = torch.where(in_step[..., None], step_rows[step_index], from_ring)
+    return rows.masked_fill_(~valid[..., None], 0), valid
+
+
+def _commit_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    length, row_bytes = {"tiny": (6, 8), "odd": (7, 33), "real": (144, 528)}[size]
+    ring = _bytes(generator, 5, length, row_bytes)
+    commit = torch.tensor([0, 1, -1, length - 1, 2])
+    slots = torch.tensor([1, 1, 2, 3, -1])
+    arguments = {"ring": ring, "step_rows": _bytes(generator, 5, row_bytes), "slots": slots, "commit_rows": commit}
+    yield Sample("some rows", arguments)
+    empty = {"step_rows": _bytes(generator, 0, row_bytes), "slots": slots[:0], "commit_rows": commit[:0]}
+    yield Sample("empty", {"ring": ring, **empty})
+
+
+@op(samples=_commit_samples, determinism=Determinism.EXACT, tolerance=EXACT, mutates=("ring",))
+def commit_window(ring: Tensor, step_rows: Tensor, slots: Tensor, commit_rows: Tensor) -> None:
+    """Write the step's window rows into the rings, after the layer's attention has read them.
+
+    Args:
+        ring: [slots, ring length, bytes] uint8, written in place.
+        step_rows: [T, bytes] uint8.
+        slots: [T] int64 and commit_rows: [T] int64 ring positions; a row with -1 in either is not written.
+    """
+    live = (slots >= 0) & (commit_rows >= 0)
+    ring[slots[live], commit_rows[live]] = step_rows[live]
+
+
+def _resolve_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    per_page, k = {"tiny": (4, 3), "odd": (3, 7), "real": (128, 512)}[size]
+    table = torch.randperm(60, generator=generator).view(5, 12).to(torch.int32)
+    for label, rows in row_counts(size):
+        entries = torch.randint(-1, 12 * per_page, (rows, k), generator=generator)
+        slots = torch.randint(-1, 5, (rows,), generator=generator)
+        arguments = {"entries": entries, "slots": slots, "page_table": table, "entries_per_page": per_page}
+        yield Sample(label, arguments, ("entries", "slots"))
+
+
+@op(samples=_resolve_samples, determinism=Determinism.EXACT, tolerance=EXACT)
+def resolve_entries(entries: Tensor, slots: Tensor, page_table: Tensor, entries_per_page: int) -> Tensor:
+    """Physical place page * entries_per_page + offset of logical entries; -1 stays -1, also for padding rows.
+
+    Args:
+        entries: [T, k] int64, slots: [T] int64, page_table: [slots, pages] int32.
+
+    Returns:
+        [T, k] int64.
+    """
+    live = (entries >= 0) & (slots >= 0)[:, None]
+    index = torch.where(live, entries, 0)
+    pages = page_table[slots.clamp(min=0)[:, None], index // entries_per_page].to(torch.int64)
+    return torch.where(live & (pages >= 0), pages * entries_per_page + index % entries_per_page, -1)
+
+
+def _entry_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    per_page, row_bytes, k = {"tiny": (4, 9, 3), "odd": (3, 37, 7), "real": (128, 288, 512)}[size]
+    pages = _bytes(generator, 6, per_page, row_bytes)
+    for label, rows in row_counts(size):
+        physical = torch.randint(-1, 6 * per_page, (rows, k), generator=generator)
+        yield Sample(label, {"pages": pages, "physical": physical}, ("physical",))
+
+
+@op(samples=_entry_samples, determinism=Determinism.EXACT, tolerance=EXACT)
+def gather_entries(pages: Tensor, physical: Tensor) -> Tensor:
+    """Bytes of compressed entries; zeros for -1.
+
+    Args:
+        pages: [pages, entries per page, bytes] uint8.
+        physical: [T, k] int64.
+
+    Returns:
+        [T, k, bytes] uint8.
+    """
+    place = physical.clamp(min=0)
+    rows = pages[place // pages.shape[1], place % pages.shape[1]]
+    return rows.masked_fill_((physical < 0)[..., None], 0)
+
+
+def _store_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    per_page, row_bytes = {"tiny": (4, 9), "odd": (3, 37), "real": (128, 288)}[size]
+    pages = _bytes(generator, 6, per_page, row_bytes)
+    for label, rows in row_counts(size):
+        physical = torch.randperm(6 * per_page, generator=generator)[:rows]
+        physical = torch.cat((physical, torch.full((rows - physical.shape[0],), -1)))
+        yield Sample(label, {"pages": pages, "rows": _bytes(generator, rows, row_bytes), "physical": physical})
+
+
+@op(samples=_store_samples, determinism=Determinism.EXACT, tolerance=EXACT, mutates=("pages",))
+def store_entries(pages: Tensor, rows: Tensor, physical: Tensor) -> None:
+    """Write compressed entries into their pages.
+
+    Args:
+        pages: [pages, entries per page, bytes] uint8, written in place.
+        rows: [T, bytes] uint8, physical: [T] int64; -1 is not written.
+    """
+    live = physical >= 0
+    place = physical[live]
+    pages[place // pages.shape[1], place % pages.shape[1]] = rows[live]
+
+
+def _index_key_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    per_page, width = {"tiny": (4, 32), "odd": (3, 96), "real": (128, 128)}[size]
+    row_format = RowFormat(FP4_BLOCK32, width)
+    pages = _bytes(generator, 6, per_page * row_format.row_bytes)
+    for label, rows in row_counts(size):
+        physical = torch.randperm(6 * per_page, generator=generator)[:rows]
+        physical = torch.cat((physical, torch.full((rows - physical.shape[0],), -1)))
+        packed = pack_rows(normal(generator, rows, width), row_format)
+        yield Sample(label, {"pages": pages, "rows": packed, "physical": physical, "row_format": row_format})
+
+
+@op(samples=_index_key_samples, determinism=Determinism.EXACT, tolerance=EXACT, mutates=("pages",))
+def store_index_keys(pages: Tensor, rows: Tensor, physical: Tensor, row_format: RowFormat) -> None:
+    """Write index keys: inside a page first the codes of all entries, then all scales (spec/model 4.5).
+
+    Args:
+        pages: [pages, entries per page * row bytes] uint8, written in place.
+        rows: [T, row bytes] uint8, physical: [T] int64; -1 is not written.
+    """
+    codes, scales = _index_page_views(pages, row_format)
+    live = physical >= 0
+    page, offset = physical[live] // codes.shape[1], physical[live] % codes.shape[1]
+    codes[page, offset] = rows[live, : row_format.data_bytes]
+    if row_format.scale_bytes:
+        scales[page, offset] = rows[live, row_format.data_bytes :]
+
+
+def _index_page_views(pages: Tensor, row_format: RowFormat) -> tuple[Tensor, Tensor]:
+    per_page = pages.shape[1] // row_format.row_bytes
+    split = per_page * row_format.data_bytes
+    codes = pages[:, :split].unflatten(1, (per_page, row_format.data_bytes))
+    return codes, pages[:, split:].unflatten(1, (per_page, row_format.scale_bytes))
+
+
+def _gather_index_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    for sample in _index_key_samples(size, generator):
+        arguments = {name: sample.kwargs[name] for name in ("pages", "row_format")}
+        yield Sample(sample.label, {**arguments, "physical": sample.kwargs["physical"][:, None]}, ("physical",))
+
+
+@op(samples=_gather_index_samples, determinism=Determinism.EXACT, tolerance=EXACT)
+def gather_index_keys(pages: Tensor, physical: Tensor, row_format: RowFormat) -> Tensor:
+    """Packed index keys [T, k, row bytes] uint8 at [T, k] physical places; zeros for -1."""
+    codes, scales = _index_page_views(pages, row_format)
+    place = physical.clamp(min=0)
+    page, offset = place // codes.shape[1], place % codes.shape[1]
+    rows = torch.cat((codes[page, offset], scales[page, offset]), dim=-1)
+    return rows.masked_fill_((physical < 0)[..., None], 0)
+
+
+def _copy_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    width = {"tiny": 16, "odd": 37, "real": 113920}[size]
+    blocks = _bytes(generator, 6, width)
+    source, destination = torch.tensor([1, 2, -1, 5]), torch.tensor([3, -1, 4, 0])
+    yield Sample("some", {"blocks": blocks, "source": source, "destination": destination})
+    yield Sample("empty", {"blocks": blocks, "source": source[:0], "destination": destination[:0]})
+
+
+@op(samples=_copy_samples, determinism=Determinism.EXACT, tolerance=EXACT, mutates=("blocks",))
+def copy_blocks(blocks: Tensor, source: Tensor, destination: Tensor) -> None:
+    """Copy whole pages or slots: blocks[destination] = blocks[source]; a pair with -1 is skipped.
+
+    Args:
+        blocks: [N, bytes] uint8, written in place. source, destination: [M] int64, disjoint.
+    """
+    live = (source >= 0) & (destination >= 0)
+    blocks[destination[live]] = blocks[source[live]]

@@ -1,0 +1,281 @@
+"""DSpark drafting: main keys, block attention, Markov head and confidences (spec/model 3.11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.attention import AttentionWeights
+from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, composite, op
+from deepinfer.ops.elementary import sigmoid
+from deepinfer.ops.handles import DenseWeight, Rows, accumulate_dtype
+from deepinfer.ops.hyper_connection import HyperConnectionWeights, initial_mixes
+from deepinfer.ops.moe import MoeWeights
+from deepinfer.ops.sample_inputs import normal, row_counts
+
+__all__ = [
+    "DraftResult",
+    "DraftWeights",
+    "StageWeights",
+    "argmax_lowest",
+    "draft_block",
+    "draft_confidence",
+    "draft_main_keys",
+    "stream_mean",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StageWeights:
+    """One draft stage: an ordinary window-only block."""
+
+    attention: AttentionWeights
+    attention_boundary: HyperConnectionWeights
+    ffn_boundary: HyperConnectionWeights
+    moe: MoeWeights
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """Weights of the drafter.
+
+    Attributes:
+        main_proj: linear [d, K d] from target features; main_norm: [d].
+        stages: draft stages. norm: [d] before the head.
+        embedding: [V, d] and head: linear [V, d], the target's.
+        markov_embedding: [V, r] compute dtype, markov_head: linear [V, r]; confidence: [d + r].
+        block_size: drafted tokens; noise_token: filler id of the block.
+        temperature: [block_size] of the confidences.
+    """
+
+    main_proj: DenseWeight
+    main_norm: Tensor
+    stages: tuple[StageWeights, ...]
+    norm: Tensor
+    embedding: Tensor
+    head: DenseWeight
+    markov_embedding: Tensor
+    markov_head: DenseWeight
+    confidence: Tensor
+    block_size: int
+    noise_token: int
+    temperature: Tensor
+    norm_eps: float
+    quantise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """Drafts of S sequences.
+
+    Attributes:
+        ids: [S, n] int64, the guess for positions p + 2 .. p + 1 + n.
+        confidence_logits: [S, n] before temperature and sigmoid; confidences: [S, n].
+        logits: [S, n, V] with the Markov term, that the drafts were chosen from.
+    """
+
+    ids: Tensor
+    confidence_logits: Tensor
+    confidences: Tensor
+    logits: Tensor
+
+
+def _mean_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    d = {"tiny": 64, "odd": 67, "real": 5120}[size]
+    for label, rows in row_counts(size):
+        yield Sample(label, {"streams": normal(generator, rows, 4, d)}, ("streams",))
+
+
+@op(samples=_mean_samples)
+def stream_mean(streams: Tensor) -> Tensor:
+    """Mean over the streams, the drafter's view of a target layer: [T, m, d] -> [T, d], one rounding."""
+    wide = streams.to(accumulate_dtype(streams.dtype))
+    total = wide[:, 0]
+    for stream in range(1, streams.shape[1]):
+        total = total + wide[:, stream]
+    return (total / streams.shape[1]).to(streams.dtype)
+
+
+def _argmax_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    vocab = {"tiny": 64, "odd": 97, "real": 129280}[size]
+    for label, rows in row_counts(size):
+        yield Sample(label, {"logits": normal(generator, rows, vocab).mul(2).round()}, ("logits",))
+
+
+@op(samples=_argmax_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
+def argmax_lowest(logits: Tensor) -> Tensor:
+    """Index of the largest logit, the lowest index on ties: [S, V] -> [S] int64."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    largest = logits.amax(-1, keepdim=True) if logits.shape[0] else logits[:, :1]
+    return torch.where(logits == largest, ids, logits.shape[-1]).amin(-1)
+
+
+def _confidence_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    d, r = {"tiny": (64, 32), "odd": (67, 33), "real": (5120, 256)}[size]
+    fixed = {"weight": normal(generator, d + r, scale=(d + r) ** -0.5)}
+    for label, rows in row_counts(size):
+        arguments = {"hidden": normal(generator, rows, d), "markov": normal(generator, rows, r), **fixed}
+        yield Sample(label, arguments, ("hidden", "markov"))
+
+
+@op(samples=_confidence_samples, tolerance=Tolerance(rtol=5e-6, bf16_rtol=5e-6))
+def draft_confidence(hidden: Tensor, markov: Tensor, weight: Tensor) -> Tensor:
+    """Confidence logit of a draft: <weight, hidden ++ markov> in the accumulate dtype.
+
+    Args:
+        hidden: [S, d] before the head's norm; markov: [S, r] embedding of the previous token; weight: [d + r].
+
+    Returns:
+        [S].
+    """
+    accumulate = accumulate_dtype(hidden.dtype)
+    return (torch.cat((hidden, markov), dim=-1).to(accumulate) * weight.to(accumulate)).sum(-1)
+
+
+@composite(
+    uses=("linear", "rms_norm", "quantise_rows", "rope", "pack_rows", "commit_window"),
+    tolerance=Tolerance(rtol=2e-5, flip_share=1e-3),
+    mutates=("rings",),
+)
+def draft_main_keys(kernels: Any) -> Callable[..., None]:
+    """Feed target features into the stage rings.
+
+    Call: (features [T, K d] compute dtype, step: StepInputs, rings: one [slots, length, bytes] per stage, weights:
+    DraftWeights, cos, sin of the plain table at each row's position).
+    """
+    linear, rms_norm, quantise_rows = kernels.linear, kernels.rms_norm, kernels.quantise_rows
+    rope, pack, commit = kernels.rope, kernels.pack_rows, kernels.commit_window
+
+    def draft_main_keys(
+        features: Tensor, step: Any, rings: tuple[Tensor, ...], weights: DraftWeights, cos: Tensor, sin: Tensor
+    ) -> None:
+        main = linear(quantise_rows(features, weights.quantise), weights.main_proj)
+        rows = quantise_rows(rms_norm(main, weights.main_norm, weights.norm_eps), weights.quantise)
+        for stage, ring in zip(weights.stages, rings, strict=True):
+            attention = stage.attention
+            key_value = linear(rows, attention.qkv_a)[:, attention.q_rank :]
+            key_value = rope(rms_norm(key_value, attention.kv_norm, attention.norm_eps), cos, sin)
+            commit(ring, pack(key_value, attention.window_format), step.slots, step.commit_rows)
+
+    return draft_main_keys
+
+
+@composite(
+    uses=(
+        "embedding",
+        "hyper_connection_boundary",
+        "qkv_project",
+        "gather_window",
+        "unpack_rows",
+        "attend",
+        "attention_output",
+        "moe_block",
+        "hyper_connection_head",
+        "lm_head",
+        "linear_accumulate",
+        "draft_confidence",
+        "argmax_lowest",
+        "rope_angles",
+    ),
+    determinism=Determinism.RUN_TO_RUN,
+)
+def draft_block(kernels: Any) -> Callable[..., DraftResult]:
+    """Draft one block per sequence.
+
+    Call: (anchors [S] int64 newly sampled tokens, positions [S] int64 of the last accepted row, slots [S] int64,
+    rings: one per stage, weights: DraftWeights, frequencies of the plain table, choose: (logits [S, V], step k) ->
+    ids [S] or None for the argmax) -> DraftResult. A sequence with slot -1 is padding.
+
+    Every draft row sees the same main keys, the window that ends at `positions`, and all rows of its own block.
+    """
+    embedding, boundary, project = kernels.embedding, kernels.hyper_connection_boundary, kernels.qkv_project
+    gather_window, unpack, attend = kernels.gather_window, kernels.unpack_rows, kernels.attend
+    output, moe, head_of = kernels.attention_output, kernels.moe_block, kernels.hyper_connection_head
+    lm_head, linear_accumulate = kernels.lm_head, kernels.linear_accumulate
+    confidence_of, argmax, angles = kernels.draft_confidence, kernels.argmax_lowest, kernels.rope_angles
+
+    def stage_attention(
+        query: Tensor,
+        block_rows: Tensor,
+        ring: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        weights: AttentionWeights,
+        n: int,
+    ) -> Tensor:
+        """Attention of S blocks of n rows over the ring up to `positions` and the block itself."""
+        nowhere = torch.full_like(positions, -1)
+        past = positions + 1
+        packed, valid = gather_window(
+            ring, block_rows[:1], slots, positions, past, nowhere, torch.zeros_like(positions), weights.window
+        )
+        main = unpack(packed, weights.window_format, query.dtype)
+        block = unpack(block_rows, weights.window_format, query.dtype).unflatten(0, (-1, n))
+        keys = torch.cat((main, block), dim=1)
+        valid = torch.cat((valid, (slots >= 0)[:, None].expand(-1, n)), dim=1)
+        return attend(query, keys.repeat_interleave(n, 0), valid.repeat_interleave(n, 0), weights.sink, weights.scale)
+
+    def hidden_rows(
+        anchors: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rings: tuple[Tensor, ...],
+        weights: DraftWeights,
+        frequencies: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        n = weights.block_size
+        ids = torch.full((anchors.shape[0], n), weights.noise_token, device=anchors.device, dtype=torch.int64)
+        ids[:, 0] = anchors
+        ids = ids.masked_fill((slots < 0)[:, None], -1).flatten()
+        row_positions = (positions[:, None] + torch.arange(1, n + 1, device=positions.device)).flatten()
+        cos, sin = angles(row_positions, frequencies)
+        embedded = embedding(ids, weights.embedding)
+        accumulate = accumulate_dtype(embedded.dtype)
+        m = weights.stages[0].attention_boundary.streams
+        streams = embedded[:, None].expand(-1, m, -1)
+        mixes = initial_mixes(ids.shape[0], m, accumulate, ids.device)
+        no_image = torch.zeros_like(ids, dtype=torch.bool)
+        branch: Tensor | None = None
+        for stage, ring in zip(weights.stages, rings, strict=True):
+            streams, rows, mixes = boundary(streams, branch, mixes, stage.attention_boundary)
+            projected = project(rows, stage.attention, cos, sin)
+            attended = stage_attention(
+                projected.query, projected.window_rows, ring, positions, slots, stage.attention, n
+            )
+            branch = output(attended, stage.attention, cos, sin)
+            streams, rows, mixes = boundary(streams, branch, mixes, stage.ffn_boundary)
+            branch = moe(rows, stage.moe, no_image)
+        hidden, normed = head_of(streams, branch, mixes, weights.norm, weights.norm_eps)
+        return hidden.unflatten(0, (-1, n)), normed.unflatten(0, (-1, n))
+
+    def draft_block(
+        anchors: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rings: tuple[Tensor, ...],
+        weights: DraftWeights,
+        frequencies: Tensor,
+        choose: Callable[[Tensor, int], Tensor] | None = None,
+    ) -> DraftResult:
+        hidden, normed = hidden_rows(anchors, positions, slots, rings, weights, frequencies)
+        base = lm_head(normed.flatten(0, 1), weights.head).unflatten(0, (-1, weights.block_size))
+        previous, ids, logits, confidences = anchors, [], [], []
+        for k in range(weights.block_size):
+            markov = embedding(previous, weights.markov_embedding)
+            logits.append(base[:, k] + linear_accumulate(Rows(markov, markov), weights.markov_head))
+            confidences.append(confidence_of(hidden[:, k], markov, weights.confidence))
+            previous = argmax(logits[k]) if choose is None else choose(logits[k], k)
+            ids.append(previous)
+        confidence_logits = torch.stack(confidences, dim=1)
+        return DraftResult(
+            ids=torch.stack(ids, dim=1),
+            confidence_logits=confidence_logits,
+            confidences=sigmoid(confidence_logits / weights.temperature.to(confidence_logits.dtype)),
+            logits=torch.stack(logits, dim=1),
+        )
+
+    return draft_block

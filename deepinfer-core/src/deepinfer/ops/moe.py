@@ -1,0 +1,240 @@
+"""Mixture of experts: routing, expert feed-forward and combination (spec/model 3.10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, composite, op
+from deepinfer.ops.elementary import silu, softplus
+from deepinfer.ops.handles import DenseWeight, ExpertWeights, Rows, accumulate_dtype
+from deepinfer.ops.quant import FP8_BLOCK32, RowFormat, round_rows
+from deepinfer.ops.sample_inputs import RawWeight, fp4_bytes, fp8_bytes, normal, row_counts
+
+__all__ = ["MoeWeights", "expert_ffn", "gated_activation", "moe_block", "moe_combine", "route"]
+
+ROUTER_SUM_GUARD = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """Weights of one mixture-of-experts block.
+
+    Attributes:
+        gate: linear [E, d]; bias, image_bias: [E] float32, for selection only.
+        experts: routed experts.
+        shared_gate_up: fused linear [2 I, d] (w1 rows, then w3 rows), shared_down: linear [d, I].
+        top_k, scale, limit: experts per token, routed scaling factor, SwiGLU clamp.
+        quantise: whether inputs of quantised linears are FP8-rounded.
+    """
+
+    gate: DenseWeight
+    bias: Tensor
+    image_bias: Tensor
+    experts: ExpertWeights
+    shared_gate_up: DenseWeight
+    shared_down: DenseWeight
+    top_k: int
+    scale: float
+    limit: float
+    quantise: bool
+
+
+def _route_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    experts, k = {"tiny": (8, 2), "odd": (17, 3), "real": (384, 6)}[size]
+    fixed = {"bias": normal(generator, experts, scale=0.1), "image_bias": normal(generator, experts, scale=0.1)}
+    for label, rows in row_counts(size):
+        is_image = torch.rand(rows, generator=generator) < 0.3
+        arguments = {"logits": normal(generator, rows, experts, scale=2.0), "is_image": is_image, **fixed}
+        yield Sample(label, {**arguments, "top_k": k, "scale": 1.5}, ("logits", "is_image"))
+    ties = {"logits": torch.zeros(3, experts), "is_image": torch.zeros(3, dtype=torch.bool)}
+    zero = {"bias": torch.zeros(experts), "image_bias": torch.zeros(experts)}
+    yield Sample("all equal", {**ties, **zero, "top_k": k, "scale": 1.5}, ("logits", "is_image"))
+    large = {"logits": 60 * normal(generator, 5, experts), "is_image": torch.zeros(5, dtype=torch.bool), **fixed}
+    yield Sample("large logits", {**large, "top_k": k, "scale": 1.5}, ("logits", "is_image"))
+
+
+@op(samples=_route_samples, tolerance=Tolerance(rtol=1e-5, bf16_rtol=1e-5))
+def route(
+    logits: Tensor, bias: Tensor, image_bias: Tensor, is_image: Tensor, top_k: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Experts with the largest sqrt(softplus(logit)) + bias, lower index first on ties, and their weights.
+
+    The bias decides the selection only; weights are the chosen scores, normalised and times `scale`.
+
+    Args:
+        logits: [T, E] accumulate dtype.
+        bias, image_bias: [E]; image positions use the latter.
+        is_image: [T] bool.
+
+    Returns:
+        ids [T, k] int64 in descending order of score + bias, weights [T, k] in the dtype of logits.
+    """
+    scores = torch.sqrt(softplus(logits))
+    ranked = scores + torch.where(is_image[:, None], image_bias, bias).to(scores.dtype)
+    ids = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    chosen = scores.gather(-1, ids)
+    return ids, chosen / (chosen.sum(-1, keepdim=True) + ROUTER_SUM_GUARD) * scale
+
+
+def _activation_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    width = {"tiny": 64, "odd": 96, "real": 2304}[size]
+    for label, rows in row_counts(size):
+        arguments = {"gate_up": normal(generator, rows, 2 * width, scale=8.0), "limit": 10.0}
+        yield Sample(label, {**arguments, "weights": torch.rand(rows, generator=generator)}, ("gate_up", "weights"))
+        yield Sample(f"{label}, no weights", {**arguments, "weights": None}, ("gate_up",))
+
+
+@op(samples=_activation_samples)
+def gated_activation(gate_up: Tensor, limit: float, weights: Tensor | None) -> Tensor:
+    """Clamped SwiGLU: silu(min(gate, limit)) * clamp(up, -limit, limit), times the routing weight if given.
+
+    Args:
+        gate_up: [T, 2 I] compute dtype, gate channels first.
+        weights: [T] accumulate dtype, or None for the shared expert.
+
+    Returns:
+        [T, I] compute dtype, one rounding.
+    """
+    gate, up = gate_up.to(accumulate_dtype(gate_up.dtype)).chunk(2, dim=-1)
+    hidden = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    if weights is not None:
+        hidden = weights[:, None].to(hidden.dtype) * hidden
+    return hidden.to(gate_up.dtype)
+
+
+def _raw_experts(generator: torch.Generator, experts: int, width: int, d: int) -> RawWeight:
+    tensors: dict[str, Tensor] = {}
+    for expert in range(experts):
+        for name, (n, k) in (("w1", (width, d)), ("w3", (width, d)), ("w2", (d, width))):
+            packed, scales = fp4_bytes(generator, n, k)
+            tensors |= {f"{expert}.{name}.weight": packed, f"{expert}.{name}.scale": scales}
+    return RawWeight("fp4_experts", tensors, ((width, d), (width, d), (d, width)))
+
+
+def _expert_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    from deepinfer.ops.linear import RowsInput
+
+    experts, width, d, k = {"tiny": (4, 64, 64, 2), "odd": (5, 96, 160, 3), "real": (8, 2304, 5120, 6)}[size]
+    raw = _raw_experts(generator, experts, width, d)
+    for label, rows in row_counts(size):
+        ids = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(rows)]) if rows else None
+        arguments = {
+            "rows": RowsInput(normal(generator, rows, d)),
+            "ids": ids if ids is not None else torch.zeros(0, k, dtype=torch.int64),
+            "weights": torch.rand(rows, k, generator=generator),
+            "experts": raw,
+            "limit": 10.0,
+            "quantise": True,
+        }
+        yield Sample(label, arguments, ("rows", "ids", "weights"))
+
+
+@op(samples=_expert_samples, determinism=Determinism.RUN_TO_RUN, tolerance=Tolerance(rtol=5e-6, flip_share=1e-3))
+def expert_ffn(
+    rows: Rows, ids: Tensor, weights: Tensor, experts: ExpertWeights, limit: float, quantise: bool
+) -> Tensor:
+    """Outputs of the chosen experts, one per (row, choice); the routing weight is applied before the down product.
+
+    Args:
+        rows: [T, d].
+        ids: [T, k] int64; -1 chooses nothing and gives zeros.
+        weights: [T, k].
+        quantise: round the hidden activation to FP8 per 32 channels before the down product.
+
+    Returns:
+        [T, k, d] in the compute dtype.
+    """
+    x = rows.quantised
+    accumulate = accumulate_dtype(x.dtype)
+    flat = ids.flatten()
+    out = x.new_zeros(flat.shape[0], x.shape[1])
+    for expert in flat[flat >= 0].unique().tolist():
+        pairs = (flat == expert).nonzero().squeeze(-1)
+        gate_up = x[pairs // ids.shape[1]].to(accumulate) @ experts.gate_up[expert].to(accumulate).T
+        hidden = gated_activation(gate_up.to(x.dtype), limit, weights.flatten()[pairs])
+        if quantise:
+            hidden = round_rows(hidden, RowFormat(FP8_BLOCK32, hidden.shape[-1]))
+        out[pairs] = (hidden.to(accumulate) @ experts.down[expert].to(accumulate).T).to(x.dtype)
+    return out.view(*ids.shape, x.shape[1])
+
+
+def _combine_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    k, d = {"tiny": (2, 64), "odd": (3, 67), "real": (6, 5120)}[size]
+    for label, rows in row_counts(size):
+        arguments = {"routed": normal(generator, rows, k, d), "shared": normal(generator, rows, d)}
+        yield Sample(label, arguments, ("routed", "shared"))
+
+
+@op(samples=_combine_samples)
+def moe_combine(routed: Tensor, shared: Tensor) -> Tensor:
+    """Sum of expert outputs in choice order, then the shared expert, with one rounding.
+
+    Args:
+        routed: [T, k, d], shared: [T, d], compute dtype.
+
+    Returns:
+        [T, d].
+    """
+    accumulate = accumulate_dtype(shared.dtype)
+    total = routed[:, 0].to(accumulate)
+    for choice in range(1, routed.shape[1]):
+        total = total + routed[:, choice].to(accumulate)
+    return (total + shared.to(accumulate)).to(shared.dtype)
+
+
+def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    from deepinfer.ops.linear import RowsInput
+
+    experts, width, d, k = {"tiny": (4, 64, 64, 2), "odd": (5, 96, 160, 3), "real": (8, 2304, 5120, 6)}[size]
+
+    def fp8(*shapes: tuple[int, int]) -> RawWeight:
+        tensors: dict[str, Tensor] = {}
+        for part, (n, columns) in enumerate(shapes):
+            codes, scales = fp8_bytes(generator, n, columns)
+            tensors |= {f"{part}.weight": codes, f"{part}.scale": scales}
+        return RawWeight("fp8_block32", tensors, shapes)
+
+    gate = normal(generator, experts, d, scale=d**-0.5).to(torch.bfloat16)
+    weights = MoeWeights(
+        gate=RawWeight("bf16", {"gate.weight": gate}, ((experts, d),)),  # type: ignore[arg-type]
+        bias=normal(generator, experts, scale=0.1),
+        image_bias=normal(generator, experts, scale=0.1),
+        experts=_raw_experts(generator, experts, width, d),  # type: ignore[arg-type]
+        shared_gate_up=fp8((width, d), (width, d)),  # type: ignore[arg-type]
+        shared_down=fp8((d, width)),  # type: ignore[arg-type]
+        top_k=k,
+        scale=1.5,
+        limit=10.0,
+        quantise=True,
+    )
+    for label, rows in row_counts(size):
+        is_image = torch.rand(rows, generator=generator) < 0.3
+        arguments = {"rows": RowsInput(normal(generator, rows, d)), "weights": weights, "is_image": is_image}
+        yield Sample(label, arguments, ("rows", "is_image"))
+
+
+@composite(
+    uses=("linear_accumulate", "route", "expert_ffn", "linear", "gated_activation", "quantise_rows", "moe_combine"),
+    samples=_block_samples,
+    tolerance=Tolerance(rtol=1e-5, flip_share=1e-3),
+)
+def moe_block(kernels: Any) -> Callable[[Rows, MoeWeights, Tensor], Tensor]:
+    """Routed and shared experts of a block: (rows [T, d], weights, is_image [T] bool) -> [T, d] compute dtype."""
+    linear_accumulate, linear, quantise_rows = kernels.linear_accumulate, kernels.linear, kernels.quantise_rows
+    route, expert_ffn = kernels.route, kernels.expert_ffn
+    activation, combine = kernels.gated_activation, kernels.moe_combine
+
+    def moe_block(rows: Rows, weights: MoeWeights, is_image: Tensor) -> Tensor:
+        logits = linear_accumulate(rows, weights.gate)
+        ids, shares = route(logits, weights.bias, weights.image_bias, is_image, weights.top_k, weights.scale)
+        routed = expert_ffn(rows, ids, shares, weights.experts, weights.limit, weights.quantise)
+        hidden = activation(linear(rows, weights.shared_gate_up), weights.limit, None)
+        shared = linear(quantise_rows(hidden, weights.quantise), weights.shared_down)
+        return combine(routed, shared)
+
+    return moe_block
