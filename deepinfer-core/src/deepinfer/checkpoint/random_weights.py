@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,35 +12,41 @@ import torch
 from deepinfer.checkpoint.formats import quantise_fp4, quantise_fp8, quantise_rows
 from deepinfer.models.deepseek_v41.tensors import TensorSpec
 
-__all__ = ["make_tensor"]
+__all__ = ["make_tensors", "stem"]
 
 _CHUNK = 1 << 18  # elements; what fits a core's cache through all steps of the quantisers
 _TILE = 32
 
 
-def make_tensor(spec: TensorSpec, seed: int) -> torch.Tensor:
-    """The stored bytes of `spec`: depends on `seed` and the tensor's name alone.
+def make_tensors(specs: Sequence[TensorSpec], seed: int) -> list[torch.Tensor]:
+    """The stored bytes of `specs`, which share a stem: one plain tensor, or a quantised weight, its scale, or both.
 
-    A weight and its scale come from one stream, whichever is asked for.
+    The values depend on `seed` and the name alone: a weight and its scale come from one stream, whichever is asked.
     """
-    stem = spec.name.removesuffix(".scale").removesuffix(".weight")
-    if spec.dtype == "BF16":
-        return _plain(spec, seed).to(torch.bfloat16)
-    if spec.dtype == "F32":
-        return _plain(spec, seed)
-    table = stem.endswith("engram.embed")
-    expert = ".experts." in stem
-    is_scale = spec.name.endswith(".scale")
-    rows, columns = spec.shape
-    if is_scale:
+    first = specs[0]
+    if first.dtype == "F32":
+        return [_plain(first, seed)]
+    if first.dtype == "BF16":
+        return [_plain(first, seed).to(torch.bfloat16)]
+    name = stem(first)
+    table, expert = name.endswith("engram.embed"), ".experts." in name
+    rows, columns = first.shape
+    if first.name.endswith(".scale"):
         # config rules make every quantised width a multiple of the tile, so the weight's shape follows
         columns *= _TILE
         rows *= 1 if table or expert else _TILE
     elif expert:
         columns *= 2
     quantise = quantise_rows if table else quantise_fp4 if expert else quantise_fp8
-    deviation = 1.0 if table else columns**-0.5
-    return _quantised(stem, seed, rows, columns, deviation, quantise, int(is_scale))
+    codes, scales = _quantised(_stream(name, seed), rows, columns, 1.0 if table else columns**-0.5, quantise)
+    return [scales if spec.name.endswith(".scale") else codes for spec in specs]
+
+
+def stem(spec: TensorSpec) -> str:
+    """What a quantised weight and its scale share; the name itself for a plain tensor."""
+    if spec.dtype in ("BF16", "F32"):
+        return spec.name
+    return spec.name.removesuffix(".scale").removesuffix(".weight")
 
 
 def _stream(name: str, seed: int) -> np.random.Generator:
@@ -75,20 +81,17 @@ def _moments(spec: TensorSpec) -> tuple[float, float]:
 
 
 def _quantised(
-    stem: str,
-    seed: int,
+    stream: np.random.Generator,
     rows: int,
     columns: int,
     deviation: float,
     quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    part: int,
-) -> torch.Tensor:
-    """Part 0 (codes) or 1 (scales) of a quantised matrix, made in runs of whole tiles."""
-    stream = _stream(stem, seed)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a normal matrix, made in runs of whole tiles."""
     step = max(1, _CHUNK // columns // _TILE) * _TILE
     pieces = []
     for start in range(0, rows, step):
         shape = (min(step, rows - start), columns)
         values = torch.from_numpy(stream.standard_normal(shape, dtype=np.float32)).mul_(deviation)
-        pieces.append(quantise(values)[part])
-    return torch.cat(pieces)
+        pieces.append(quantise(values))
+    return torch.cat([codes for codes, _ in pieces]), torch.cat([scales for _, scales in pieces])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepinfer.checkpoint.random_weights import make_tensor
+from deepinfer.checkpoint.random_weights import make_tensors, stem
 from deepinfer.checkpoint.safetensors_writer import file_order, shard_names, split_shards, write_index, write_shard
 from deepinfer.checkpoint.tokenizer_file import SpecialIds, tokenizer_config, tokenizer_json
 from deepinfer.errors import CheckpointError, ConfigError
@@ -140,13 +141,17 @@ def _write_weights(
 def _generate(specs: Sequence[TensorSpec], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors in order, made a few ahead by worker threads."""
     workers = min(8, os.cpu_count() or 1)
-    pending: deque[tuple[str, Future[torch.Tensor]]] = deque()
+    pending: deque[tuple[list[TensorSpec], Future[list[torch.Tensor]]]] = deque()
+
+    def oldest() -> Iterator[tuple[str, torch.Tensor]]:
+        group, future = pending.popleft()
+        yield from zip((spec.name for spec in group), future.result(), strict=True)
+
     with ThreadPoolExecutor(workers) as pool:
-        for spec in specs:
-            pending.append((spec.name, pool.submit(make_tensor, spec, seed)))
+        for _, group in itertools.groupby(specs, stem):
+            members = list(group)
+            pending.append((members, pool.submit(make_tensors, members, seed)))
             if len(pending) > 2 * workers:
-                name, future = pending.popleft()
-                yield name, future.result()
+                yield from oldest()
         while pending:
-            name, future = pending.popleft()
-            yield name, future.result()
+            yield from oldest()
