@@ -136,9 +136,12 @@ class ModelDescriptor(Descriptor):
 
     Attributes:
         architectures: values of `architectures` in a checkpoint's config that it serves.
+        ops: names of the ops that its graph asks the kernel table for; empty if it does not say. Kernels that none of
+            them leads to are reported by `deepinfer doctor`.
     """
 
     architectures: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

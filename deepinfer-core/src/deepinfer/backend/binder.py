@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 from deepinfer.backend.backend import Backend, Kernel
-from deepinfer.backend.capabilities import Capabilities
+from deepinfer.backend.capabilities import ALL_OPS, Capabilities
 from deepinfer.backend.numerics import Numerics
 from deepinfer.backend.overrides import FIELD, SOURCES, OpOverrides, nearest
 from deepinfer.backend.signatures import signature_difference
-from deepinfer.errors import CapabilityError, ConfigError, PluginError
+from deepinfer.errors import CapabilityError, ConfigError, DeepInferError, PluginError
 from deepinfer.ops.contract import Determinism, OpContract
 
 __all__ = ["Binder", "Binding", "BindingKind", "dependency_order"]
@@ -127,12 +127,11 @@ class Binder:
                     self._check_signature(owner, kernel, contract, standard)
                 self._enter(contract, "native", owner, kernel.determinism, kernel.function, reasons, kernel)
                 return
-            reasons.append(
-                f"backend {owner!r} has no kernel"
-                if kernel is None
-                else f"the kernel of {owner!r} promises {kernel.determinism} only"
-            )
-            if kernel is not None and is_named:
+            if kernel is not None:
+                reasons.append(f"the kernel of {owner!r} promises {kernel.determinism} only")
+            elif not self._capabilities.references_intended:
+                reasons.append(f"backend {owner!r} has no kernel")
+            if kernel is not None and source is not None and is_named:
                 self._refuse(contract, reasons)
                 return
         self._bind_standard(contract, standard, reasons)
@@ -145,22 +144,27 @@ class Binder:
                 weak = ", ".join(part.op for part in parts if part.kind == "refused")
                 self._refuse(contract, [*reasons, f"its finer operations are refused: {weak}"])
                 return
-            weakest = min((part.determinism for part in parts), key=_STRENGTH.__getitem__, default=contract.determinism)
-            weakest = min(weakest, contract.determinism, key=_STRENGTH.__getitem__)
-            self._enter(contract, "composite", self._backend.name, weakest, standard, reasons)
+            promises = [self._own_determinism(contract), *(part.determinism for part in parts)]
+            weakest = min(promises, key=_STRENGTH.__getitem__)
+            if self._admits(weakest):
+                self._enter(contract, "composite", self._backend.name, weakest, standard, reasons)
+            else:
+                self._refuse(contract, [*reasons, "its composition is not known to be row-invariant on this device"])
             return
-        determinism = self._reference_determinism(contract)
+        determinism = self._own_determinism(contract)
         if self._admits(determinism):
             self._enter(contract, "reference", "", determinism, standard, reasons)
         else:
             self._refuse(contract, [*reasons, "its reference is not known to be row-invariant on this device"])
 
-    def _reference_determinism(self, contract: OpContract) -> Determinism:
-        """A contract's promise holds for its reference only where the device is known to keep rows independent."""
-        known = self._capabilities.reference_is_row_invariant(contract.name)
-        if contract.determinism is Determinism.ROW_INVARIANT and not known:
-            return Determinism.RUN_TO_RUN
-        return contract.determinism
+    def _own_determinism(self, contract: OpContract) -> Determinism:
+        """What a reference, or the part of a composition that it computes itself, promises on this device."""
+        if contract.determinism is Determinism.EXACT:
+            return Determinism.EXACT
+        known = self._capabilities.row_invariant_references
+        if contract.name in known or (contract.determinism is Determinism.ROW_INVARIANT and ALL_OPS in known):
+            return Determinism.ROW_INVARIANT
+        return min(contract.determinism, Determinism.RUN_TO_RUN, key=_STRENGTH.__getitem__)
 
     def _admits(self, determinism: Determinism) -> bool:
         return not self._numerics.batch_invariant or _STRENGTH[determinism] >= _STRENGTH[Determinism.ROW_INVARIANT]
@@ -220,7 +224,12 @@ class Binder:
         return self._kernels_of(other)
 
     def _kernels_of(self, backend: Backend) -> dict[str, Kernel]:
-        kernels = dict(backend.kernels(self._numerics))
+        try:
+            kernels = dict(backend.kernels(self._numerics))
+        except DeepInferError:
+            raise
+        except Exception as error:
+            raise PluginError(f"backend {backend.name!r}: kernels() raised {type(error).__name__}: {error}") from error
         for op, kernel in kernels.items():
             if op not in self.contracts:
                 raise PluginError(

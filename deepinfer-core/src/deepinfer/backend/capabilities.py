@@ -10,7 +10,7 @@ __all__ = ["ALL_OPS", "Capabilities", "Support"]
 Support = Literal["native", "emulated", "none"]
 
 ALL_OPS = "*"
-"""In a set of op names: every op."""
+"""In `row_invariant_references`: every op whose contract promises row-invariance."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Capabilities:
         fixed_order_collectives: those of them whose result bits do not depend on timing or algorithm choice.
         max_draft: longest draft block N that it can verify; 0 for none.
         row_invariant: `DEEPINFER_BATCH_INVARIANT=1` may be asked for at all.
-        row_invariant_references: ops whose plain-PyTorch reference keeps rows independent on this device
-            (`ALL_OPS` for every op); empty until a test has shown it.
+        row_invariant_references: ops whose plain-PyTorch reference (or what a composition computes itself) keeps rows
+            independent on this device, although the contract may promise less. `ALL_OPS` stands for every op whose
+            contract promises row-invariance. Empty until a test has shown it.
         references_intended: plain PyTorch is this backend's way of running ops, so it counts as no fallback.
         cache_layouts: ids of the row layouts that its cache ops read and write; `canonical` is the release's own.
         engram_placements: where Engram tables can live, best first.
@@ -59,10 +60,6 @@ class Capabilities:
     cache_layouts: tuple[str, ...] = ("canonical",)
     engram_placements: tuple[str, ...] = ()
     verified_on: tuple[str, ...] = ()
-
-    def reference_is_row_invariant(self, op: str) -> bool:
-        """Whether the reference of this op keeps its rows independent here."""
-        return op in self.row_invariant_references or ALL_OPS in self.row_invariant_references
 
     def describe(self) -> dict[str, object]:
         """Plain values in the order of declaration, sets sorted, for reports."""

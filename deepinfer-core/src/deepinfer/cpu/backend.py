@@ -30,6 +30,9 @@ from deepinfer.cpu.runtime import CpuRuntime
 
 __all__ = ["CpuBackend", "create_backend"]
 
+ROW_INVARIANT_COMPOSITIONS = ("sparse_attention", "index_scores", "index_select", "draft_block")
+"""Their contracts promise less for the sake of other devices; here batched products keep one shape per row."""
+
 
 class CpuBackend(Backend):
     """Plain PyTorch on the processor."""
@@ -51,8 +54,7 @@ class CpuBackend(Backend):
             fixed_order_collectives=GlooCommunicator.fixed_order,
             max_draft=64,
             row_invariant=True,
-            # References that are not row-invariant (plain matrix products) are replaced by kernels of this backend.
-            row_invariant_references=frozenset({ALL_OPS}),
+            row_invariant_references=frozenset({ALL_OPS, *ROW_INVARIANT_COMPOSITIONS}),
             references_intended=True,
             engram_placements=("mmap", "host"),
             verified_on=("x86-64",),
