@@ -81,7 +81,7 @@ def plan_reads(locations: Iterable[Location], buffers: Mapping[str, torch.Tensor
         run = []
 
     for item in sorted(locations, key=lambda item: (item.path, item.entry.start)):
-        view = memoryview(buffers[item.name].numpy())
+        view = buffers[item.name].numpy().data
         position = item.entry.start
         while view.nbytes:
             full = end - start >= _REQUEST_BYTES or len(run) >= _MAX_VECTORS

@@ -65,7 +65,7 @@ def write_shard(path: Path, specs: Sequence[TensorSpec], payload: Iterable[tuple
         for spec, (name, tensor) in zip(specs, payload, strict=True):
             if name != spec.name or tuple(tensor.shape) != spec.shape or tensor.nbytes != spec.nbytes:
                 raise ValueError(f"{name} {list(tensor.shape)} was made where {spec.name} {list(spec.shape)} is due")
-            file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             progress(spec.nbytes)
 
 
