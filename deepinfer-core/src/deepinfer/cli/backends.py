@@ -35,22 +35,25 @@ def list_backends(as_json: bool = JSON_OPTION) -> None:
     """List backends and plugins, failed ones included, and say which backend would run."""
     host = default_host()
     settings = load_settings()
-    report = {"backends": backend_rows(host), "plugins": plugin_rows(host), "selection": choice(host, settings)}
+    backends, plugins, chosen = backend_rows(host), plugin_rows(host), choice(host, settings)
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json.dumps({"backends": backends, "plugins": plugins, "selection": chosen}, indent=2))
         return
     console = Console(soft_wrap=True)
-    selected = report["selection"].get("selected")
-    rows = [[row["name"] + (" *" if row["name"] == selected else ""), *_state_cells(row)] for row in report["backends"]]
+    selected = chosen["selected"]
+    rows = [[row["name"] + (" *" if row["name"] == selected else ""), *_state_cells(row)] for row in backends]
     console.print(_table("Backends", ["name", "status", "distribution", "version", "remarks"], rows))
-    broken = [[row["name"], *_state_cells(row | {"reasons": [row["error"]]})] for row in report["plugins"]]
-    broken = [cells for cells, row in zip(broken, report["plugins"], strict=True) if row["status"] != "loaded"]
-    if broken:
-        console.print(_table("Plugins that are not used", ["name", "status", "distribution", "version", "why"], broken))
+    unused = [
+        [row["name"], *_state_cells(row | {"reasons": [row["error"]]})] for row in plugins if row["status"] != "loaded"
+    ]
+    if unused:
+        console.print(_table("Plugins that are not used", ["name", "status", "distribution", "version", "why"], unused))
+    for notice in chosen["notices"]:
+        console.print(Text(f"note: {notice}", style="yellow"))
     if selected:
-        console.print(f"* would run ({report['selection']['because']})", markup=False)
+        console.print(f"* would run ({chosen['because']})", markup=False)
     else:
-        console.print(Text(report["selection"]["error"], style="red"))
+        console.print(Text(chosen["error"], style="red"))
 
 
 @app.command()
@@ -87,13 +90,13 @@ def info(name: str, as_json: bool = JSON_OPTION) -> None:
 def ops(name: str, as_json: bool = JSON_OPTION) -> None:
     """Show what every op is bound to with this backend under the current settings."""
     opened = open_backend(default_host(), name, load_settings())
-    rows = binding_rows(opened.table)
+    rows, unreachable = binding_rows(opened.table), opened.table.unreachable()
     report = {
         "backend": name,
         "numerics": opened.table.numerics.describe(),
         "numerics_id": opened.numerics_id,
         "ops": rows,
-        "unreachable": opened.table.unreachable(),
+        "unreachable": unreachable,
     }
     if as_json:
         typer.echo(json.dumps(report, indent=2))
@@ -111,8 +114,8 @@ def ops(name: str, as_json: bool = JSON_OPTION) -> None:
         for row in rows
     ]
     console.print(_table(f"Operations with {name} ({opened.numerics_id})", columns, cells))
-    if report["unreachable"]:
-        console.print(Text(f"kernels that no graph can reach: {', '.join(report['unreachable'])}", style="red"))
+    if unreachable:
+        console.print(Text(f"kernels that no graph can reach: {', '.join(unreachable)}", style="red"))
 
 
 def _state_cells(row: dict[str, Any]) -> list[str]:

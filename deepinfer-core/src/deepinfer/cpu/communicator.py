@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,16 +56,8 @@ class GlooCommunicator(Communicator):
             raise ValueError(f"rank {self.rank} sends itself {outgoing[self.rank].shape[0]} rows but expects others")
         incoming[self.rank].copy_(outgoing[self.rank])
         buffers = {peer: incoming[peer].contiguous() for peer in self._peers() if output_rows[peer]}
-        requests = [
-            dist.irecv(_bytes(buffer), self._global(peer), group=self._group) for peer, buffer in buffers.items()
-        ]
-        requests += [
-            dist.isend(_bytes(outgoing[peer].contiguous()), self._global(peer), group=self._group)
-            for peer in self._peers()
-            if input_rows[peer]
-        ]
-        for request in requests:
-            request.wait()
+        sent = {peer: outgoing[peer].contiguous() for peer in self._peers() if input_rows[peer]}
+        self._exchange(sent, buffers)
         for peer, buffer in buffers.items():
             incoming[peer].copy_(buffer)
 
@@ -81,22 +73,25 @@ class GlooCommunicator(Communicator):
         self, send: torch.Tensor | None, target: int | None, receive: torch.Tensor | None, source: int | None
     ) -> None:
         """Post both halves, then wait for both."""
-        requests = []
-        buffer = None
-        if receive is not None and source is not None:
-            buffer = receive.contiguous()
-            requests.append(dist.irecv(_bytes(buffer), self._global(source), group=self._group))
-        if send is not None and target is not None:
-            requests.append(dist.isend(_bytes(send.contiguous()), self._global(target), group=self._group))
-        for request in requests:
-            request.wait()
-        if receive is not None and buffer is not None:
-            receive.copy_(buffer)
+        sent = {target: send.contiguous()} if send is not None and target is not None else {}
+        buffers = {source: receive.contiguous()} if receive is not None and source is not None else {}
+        self._exchange(sent, buffers)
+        for buffer in buffers.values():
+            if receive is not None:
+                receive.copy_(buffer)
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
             dist.barrier(group=self._group)
+
+    def _exchange(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        """Post all receives and sends, then wait for all."""
+        works = [dist.irecv(_bytes(part), self._global(peer), group=self._group) for peer, part in received.items()]
+        works += [dist.isend(_bytes(part), self._global(peer), group=self._group) for peer, part in sent.items()]
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
