@@ -1,6 +1,8 @@
 """Moves of cached rows between step, state slot and pages.
 
--1 is the only way to say nothing: such rows are never read and never written.
+-1 is the only way to say nothing: such rows are never read and change nothing. The references stay free of questions
+to the device (no boolean indexing), so that they can run inside a captured graph: a -1 rewrites entry 0, which is
+reserved, with the bytes that it has.
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ def commit_window(ring: Tensor, step_rows: Tensor, slots: Tensor, commit_rows: T
         slots: [T] int64 and commit_rows: [T] int64 ring positions; a row with -1 in either is not written.
     """
     live = (slots >= 0) & (commit_rows >= 0)
-    ring[slots[live], commit_rows[live]] = step_rows[live]
+    place = torch.where(live, slots, 0), torch.where(live, commit_rows, 0)
+    ring[place] = torch.where(live[:, None], step_rows, ring[place])
 
 
 def _resolve_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
@@ -173,7 +176,7 @@ def _store_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
     per_page, row_bytes = {"tiny": (4, 9), "odd": (3, 37), "real": (128, 288)}[size]
     pages = _bytes(generator, 6, per_page, row_bytes)
     for label, rows in row_counts(size):
-        physical = torch.randperm(6 * per_page, generator=generator)[:rows]
+        physical = per_page + torch.randperm(5 * per_page, generator=generator)[:rows]
         physical = torch.cat((physical, torch.full((rows - physical.shape[0],), -1)))
         yield Sample(label, {"pages": pages, "rows": _bytes(generator, rows, row_bytes), "physical": physical})
 
@@ -186,9 +189,9 @@ def store_entries(pages: Tensor, rows: Tensor, physical: Tensor) -> None:
         pages: [pages, entries per page, bytes] uint8, written in place.
         rows: [T, bytes] uint8, physical: [T] int64; -1 is not written.
     """
-    live = physical >= 0
-    place = physical[live]
-    pages[place // pages.shape[1], place % pages.shape[1]] = rows[live]
+    index = physical.clamp(min=0)
+    place = index // pages.shape[1], index % pages.shape[1]
+    pages[place] = torch.where((physical >= 0)[:, None], rows, pages[place])
 
 
 def _index_key_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
@@ -196,7 +199,7 @@ def _index_key_samples(size: SampleSize, generator: torch.Generator) -> Iterator
     row_format = RowFormat(FP4_BLOCK32, width)
     pages = _bytes(generator, 6, per_page * row_format.row_bytes)
     for label, rows in row_counts(size):
-        physical = torch.randperm(6 * per_page, generator=generator)[:rows]
+        physical = per_page + torch.randperm(5 * per_page, generator=generator)[:rows]
         physical = torch.cat((physical, torch.full((rows - physical.shape[0],), -1)))
         packed = pack_rows(normal(generator, rows, width), row_format)
         yield Sample(label, {"pages": pages, "rows": packed, "physical": physical, "row_format": row_format})
@@ -211,11 +214,11 @@ def store_index_keys(pages: Tensor, rows: Tensor, physical: Tensor, row_format: 
         rows: [T, row bytes] uint8, physical: [T] int64; -1 is not written.
     """
     codes, scales = _index_page_views(pages, row_format)
-    live = physical >= 0
-    page, offset = physical[live] // codes.shape[1], physical[live] % codes.shape[1]
-    codes[page, offset] = rows[live, : row_format.data_bytes]
+    live, index = (physical >= 0)[:, None], physical.clamp(min=0)
+    place = index // codes.shape[1], index % codes.shape[1]
+    codes[place] = torch.where(live, rows[:, : row_format.data_bytes], codes[place])
     if row_format.scale_bytes:
-        scales[page, offset] = rows[live, row_format.data_bytes :]
+        scales[place] = torch.where(live, rows[:, row_format.data_bytes :], scales[place])
 
 
 def _index_page_views(pages: Tensor, row_format: RowFormat) -> tuple[Tensor, Tensor]:
@@ -244,7 +247,7 @@ def gather_index_keys(pages: Tensor, physical: Tensor, row_format: RowFormat) ->
 def _copy_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     width = {"tiny": 16, "odd": 37, "real": 113920}[size]
     blocks = _bytes(generator, 6, width)
-    source, destination = torch.tensor([1, 2, -1, 5]), torch.tensor([3, -1, 4, 0])
+    source, destination = torch.tensor([0, 2, -1, 5]), torch.tensor([3, -1, 4, 1])
     yield Sample("some", {"blocks": blocks, "source": source, "destination": destination})
     yield Sample("empty", {"blocks": blocks, "source": source[:0], "destination": destination[:0]})
 
@@ -257,4 +260,5 @@ def copy_blocks(blocks: Tensor, source: Tensor, destination: Tensor) -> None:
         blocks: [N, bytes] uint8, written in place. source, destination: [M] int64, disjoint.
     """
     live = (source >= 0) & (destination >= 0)
-    blocks[destination[live]] = blocks[source[live]]
+    index = torch.where(live, destination, 0)
+    blocks[index] = torch.where(live[:, None], blocks[source.clamp(min=0)], blocks[index])

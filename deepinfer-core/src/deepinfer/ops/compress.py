@@ -142,9 +142,9 @@ def commit_compress_state(
         slots, positions: [T] int64; last_positions: [T] the sequence's last position of this step. Padding is -1.
     """
     live = (slots >= 0) & (positions > last_positions - state.shape[1])
-    place = slots[live], positions[live] % state.shape[1]
-    state[place[0], place[1], 0] = latent[live].to(state.dtype)
-    state[place[0], place[1], 1] = gate[live].to(state.dtype)
+    place = torch.where(live, slots, 0), torch.where(live, positions % state.shape[1], 0)
+    rows = torch.stack((latent, gate), dim=1).to(state.dtype)
+    state[place] = torch.where(live[:, None, None], rows, state[place])
 
 
 def _group_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
