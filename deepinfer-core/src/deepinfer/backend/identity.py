@@ -26,11 +26,10 @@ def numerics_parts(backend: Backend, runtime: DeviceRuntime, table: KernelTable)
         "compiler": table.capabilities.compiler,
         "device": runtime.fingerprint(),
         "numerics": table.numerics.describe(),
-        # Only what the graph can come to: a spare kernel changes no bit.
+        # All of them, so that the id does not depend on which graph asks.
         "ops": {
             binding.op: f"{binding.kind} {binding.backend}".strip()
             for binding in sorted(table.bindings(), key=lambda binding: binding.op)
-            if binding.reachable
         },
     }
 

@@ -16,9 +16,12 @@ from deepinfer.backend.overrides import nearest, parse_overrides
 from deepinfer.errors import CapabilityError
 from deepinfer.ops.contract import CONTRACTS, OpContract
 
-__all__ = ["Binding", "FallbackPolicy", "KernelTable", "all_contracts", "check_numerics"]
+__all__ = ["ENGINE_OPS", "Binding", "FallbackPolicy", "KernelTable", "all_contracts", "check_numerics"]
 
 FallbackPolicy = Literal["allow", "warn", "error"]
+
+ENGINE_OPS = ("commit_step", "copy_blocks", "expand_plan", "sample_step")
+"""Ops that the engine asks for, beside those of a model's graph."""
 
 _logger = logging.getLogger("deepinfer")
 

@@ -119,9 +119,11 @@ def require_backend(host: PluginHost, name: str) -> None:
 
 
 def graph_ops(host: PluginHost) -> list[str] | None:
-    """Ops that the installed model graphs ask for; None if no model declares them."""
-    ops = {op for entry in host.models for op in entry.descriptor.ops}
-    return sorted(ops) or None
+    """Ops that the engine and the installed model graphs ask for; None if a model does not declare its ops."""
+    from deepinfer.backend.kernels import ENGINE_OPS
+
+    declared = [entry.descriptor.ops for entry in host.models]
+    return sorted({*ENGINE_OPS, *(op for ops in declared for op in ops)}) if declared and all(declared) else None
 
 
 def binding_rows(table: KernelTable) -> list[dict[str, Any]]:

@@ -14,6 +14,26 @@ DEEPSEEK_V41 = ModelDescriptor(
     module="deepinfer.models.deepseek_v41.spec:build",
     summary="DeepSeek-V4.1-Flash: CSA2 attention, Engram, MoE, DSpark drafter",
     architectures=("DeepseekV41ForCausalLM",),
+    ops=(
+        "attention_output",
+        "commit_window",
+        "compress_entries",
+        "draft_block",
+        "draft_main_keys",
+        "embedding",
+        "engram_hash",
+        "engram_inject",
+        "hyper_connection_boundary",
+        "hyper_connection_expand",
+        "hyper_connection_head",
+        "index_select",
+        "lm_head",
+        "moe_block",
+        "qkv_project",
+        "rope_angles",
+        "sparse_attention",
+        "stream_mean",
+    ),
 )
 
 
