@@ -16,6 +16,7 @@ __all__ = [
     "GrammarError",
     "InvalidRequest",
     "PluginError",
+    "RequestFailed",
 ]
 
 
@@ -57,6 +58,10 @@ class InvalidRequest(DeepInferError, ValueError):
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message if field is None else f"{field}: {message}")
         self.field = field
+
+
+class RequestFailed(DeepInferError):
+    """The device could not finish a request (a step failed, or its logits were not numbers); others go on."""
 
 
 class CapacityError(DeepInferError):

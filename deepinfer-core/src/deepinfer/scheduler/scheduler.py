@@ -100,6 +100,8 @@ class Scheduler:
         self.pages = pages
         self.slots = slots
         self.queue: Policy = FirstComeFirstServed() if policy is None else policy
+        self.on_release: Callable[[int, NDArray[np.int32]], None] | None = None
+        """Told of every slot and the pages that come back with it."""
         self._by_id: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
         self._draining: list[Request] = []
@@ -145,32 +147,42 @@ class Scheduler:
         positions = num_prompt_tokens + max_tokens - 1 + self.config.lookahead
         return -(-positions // self.config.page_size)
 
+    def check_fit(self, request_id: str, length: int, max_tokens: int) -> int:
+        """Pages of a request that could run if it were alone.
+
+        Raises:
+            InvalidRequest: empty prompt, no output token, or longer than the context.
+            CapacityError: its pages exceed the whole pool, so it could never run.
+        """
+        limit = self.config.max_model_len
+        if length < 1:
+            raise InvalidRequest("the prompt is empty; give at least one token", field="prompt")
+        if max_tokens < 1:
+            raise InvalidRequest(f"{max_tokens} is not at least 1", field="max_tokens")
+        if length + max_tokens > limit:
+            raise InvalidRequest(
+                f"{length} prompt tokens and max_tokens={max_tokens} exceed the context of {limit} tokens",
+                field="prompt",
+            )
+        footprint = self.footprint(length, max_tokens)
+        if footprint > self.pages.capacity:
+            raise CapacityError(
+                f"request {request_id!r} can need {footprint} pages of {self.config.page_size} tokens "
+                f"({length} prompt tokens, max_tokens={max_tokens}), the pool has {self.pages.capacity}; lower "
+                "max_tokens, shorten the prompt or give the engine more pages"
+            )
+        return footprint
+
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            InvalidRequest: empty prompt, no output token, longer than the context, or an id already in flight.
-            CapacityError: its pages exceed the whole pool, so it could never run.
+            InvalidRequest: its id is already in flight; or as `check_fit`.
+            CapacityError: as `check_fit`.
         """
-        length, limit = request.num_prompt_tokens, self.config.max_model_len
         if request.request_id in self._by_id:
             raise InvalidRequest(f"{request.request_id!r} is already in flight", field="request_id")
-        if length < 1:
-            raise InvalidRequest("the prompt is empty; give at least one token", field="prompt")
-        if request.max_tokens < 1:
-            raise InvalidRequest(f"{request.max_tokens} is not at least 1", field="max_tokens")
-        if length + request.max_tokens > limit:
-            raise InvalidRequest(
-                f"{length} prompt tokens and max_tokens={request.max_tokens} exceed the context of {limit} tokens",
-                field="prompt",
-            )
-        request.footprint = self.footprint(length, request.max_tokens)
-        if request.footprint > self.pages.capacity:
-            raise CapacityError(
-                f"request {request.request_id!r} can need {request.footprint} pages of {self.config.page_size} tokens "
-                f"({length} prompt tokens, max_tokens={request.max_tokens}), the pool has {self.pages.capacity}; lower "
-                "max_tokens, shorten the prompt or give the engine more pages"
-            )
+        request.footprint = self.check_fit(request.request_id, request.num_prompt_tokens, request.max_tokens)
         request.arrival = self._arrivals
         self._arrivals += 1
         self._by_id[request.request_id] = request
@@ -334,13 +346,16 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         slot = request.slot
         granted = int(self._granted[slot])
-        self.pages.free(self._page_table[slot, :granted])
+        pages = self._page_table[slot, :granted].copy()
+        self.pages.free(pages)
         self._page_table[slot, :granted] = -1
         self._reserved -= request.footprint
         self._owner[slot] = None
         self.slots.free(slot)
         self._released.append(slot)
         request.slot = -1
+        if self.on_release is not None:
+            self.on_release(slot, pages)
 
 
 def _sampling_rows(requests: list[Request]) -> SamplingRows:

@@ -1,0 +1,272 @@
+"""`LLM`: a model and its engine in this process, with a blocking `generate`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer.engine.build import build_engine
+from deepinfer.engine.core import Generation
+from deepinfer.engine.loader import LoadedModel, load_model
+from deepinfer.engine.memory_plan import MemoryPlan
+from deepinfer.engine.outputs import CompletionOutput, RequestOutput
+from deepinfer.engine.progress import GenerationProgress
+from deepinfer.engine.prompts import Prompt, split_prompts, spread_params
+from deepinfer.engine.requests import check_params, check_prompt, draw_seed, output_limit
+from deepinfer.errors import DeepInferError, EngineDead, InvalidRequest
+from deepinfer.sampling.params import SamplingParams
+from deepinfer.settings import Settings, load_settings
+
+__all__ = ["LLM"]
+
+CODEC_ADVICE = (
+    "no installed plugin can turn text into token ids for this model; install one (pip install "
+    "deepinfer-recipe-bindings) or pass token ids"
+)
+
+
+class LLM:
+    """A model that generates, in this process. Several may live side by side; close them to free their memory.
+
+    Args:
+        model: directory of a checkpoint, Hub id, or a synthetic preset ("tiny", "small", "wide": random weights, made
+            in the cache directory on first use).
+        accelerator: backend; None: `DEEPINFER_ACCELERATOR`, else chosen automatically.
+        max_model_len: longest prompt and output together; None: what the model and the memory allow.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: rows of one step.
+        max_prefill_chunk: rows of one prompt in a step; never changes a result on a row-invariant backend.
+        num_pages: cache pages; None: from the memory settings.
+        poison_released: overwrite freed cache memory with NaN bytes (for tests).
+        settings: any other field of `deepinfer.settings.Settings` by name; arguments win over the environment.
+
+    Raises:
+        ConfigError: a setting or the checkpoint's config is not valid.
+        CheckpointError: the checkpoint is missing or damaged.
+        AcceleratorUnavailable, CapabilityError, PluginError: no backend can run it.
+        CapacityError: it does not fit; the memory plan is in the message.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "tiny",
+        *,
+        accelerator: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        max_prefill_chunk: int | None = None,
+        num_pages: int | None = None,
+        poison_released: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.settings = load_settings(
+            accelerator=accelerator,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            **settings,
+        )
+        loaded = load_model(str(model), self.settings)
+        self._start(loaded, num_pages, max_prefill_chunk, poison_released)
+
+    @classmethod
+    def from_loaded(
+        cls,
+        loaded: LoadedModel,
+        settings: Settings | None = None,
+        *,
+        num_pages: int | None = None,
+        max_prefill_chunk: int | None = None,
+        poison_released: bool = False,
+    ) -> LLM:
+        """Build on a model that is already in memory, shared with whoever else holds it."""
+        llm = cls.__new__(cls)
+        llm.settings = load_settings() if settings is None else settings
+        llm._start(loaded, num_pages, max_prefill_chunk, poison_released)
+        return llm
+
+    def _start(
+        self, loaded: LoadedModel, num_pages: int | None, max_prefill_chunk: int | None, poison_released: bool
+    ) -> None:
+        built = build_engine(
+            loaded,
+            self.settings,
+            num_pages=num_pages,
+            max_prefill_chunk=max_prefill_chunk,
+            poison_released=poison_released,
+        )
+        self.memory_plan: MemoryPlan = built.plan
+        self.max_model_len = built.max_model_len
+        self.numerics_id = loaded.numerics_id
+        self._loaded: LoadedModel | None = loaded
+        self._core = built.core
+        self._lock = threading.Lock()
+        self._next_id = 0
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | dict[str, Any] | Sequence[SamplingParams | dict[str, Any]] | None = None,
+        *,
+        prompt_token_ids: Any = None,
+        use_tqdm: bool = True,
+        raise_errors: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; blocks until all have ended.
+
+        A request that cannot be served does not disturb the others: its output has `error`, and finish reason
+        "error". With `raise_errors` the first such error is raised instead: for a refused request before anything
+        is queued, for a failed one after all others have ended.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of texts and lists of token ids.
+            sampling_params: for all prompts, or one entry for each; a dict is taken as keyword arguments.
+            prompt_token_ids: token ids instead of, or beside, texts (then the texts are only reported back).
+            use_tqdm: show progress on a terminal.
+            raise_errors: None: True for a single prompt that is not in a list, else False.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            InvalidRequest: the arguments do not fit together; or with `raise_errors` a request is not valid.
+            CapacityError, RequestFailed: with `raise_errors`.
+            EngineDead: the engine was closed or has failed.
+        """
+        with self._lock:
+            core = self._alive()
+            items, single = split_prompts(prompts, prompt_token_ids)
+            params = spread_params(sampling_params, len(items))
+            strict = single if raise_errors is None else raise_errors
+            tickets = [self._check(item, given) for item, given in zip(items, params, strict=True)]
+            if strict:
+                _raise_first(ticket.output.error for ticket in tickets)
+            running = {ticket.output.request_id: ticket for ticket in tickets if ticket.output.error is None}
+            try:
+                for ticket in running.values():
+                    self._queue(ticket)
+                self._run(running, use_tqdm)
+            finally:
+                for request_id in running:
+                    core.abort(request_id)
+            if strict:
+                _raise_first(ticket.output.error for ticket in tickets)
+            return [ticket.output for ticket in tickets]
+
+    def _check(self, item: Prompt, params: Any) -> _Ticket:
+        """Validate one request; what is wrong with it goes into its output."""
+        output = RequestOutput(str(self._next_id), item.text, [], numerics_id=self.numerics_id)
+        self._next_id += 1
+        ticket = _Ticket(output)
+        traits = self._core.runner.traits
+        try:
+            ticket.params = check_params(params, traits)
+            ids = self._encode(item.text) if item.token_ids is None else item.token_ids
+            ticket.prompt = check_prompt(ids, traits, self.max_model_len)
+            output.prompt_token_ids = ticket.prompt.tolist()
+            ticket.max_tokens = output_limit(ticket.params, ticket.prompt.size, self.max_model_len)
+            self._core.scheduler.check_fit(output.request_id, ticket.prompt.size, ticket.max_tokens)
+        except DeepInferError as error:
+            ticket.refuse(error)
+        return ticket
+
+    def _queue(self, ticket: _Ticket) -> None:
+        """Hand a checked request to the loop."""
+        params, output = ticket.params, ticket.output
+        seed = draw_seed() if params.seed is None else params.seed
+        self._core.add(output.request_id, ticket.prompt, params, seed=seed, max_tokens=ticket.max_tokens)
+        output.outputs = [CompletionOutput(0, "", [], seed=seed)]
+
+    def _run(self, running: dict[str, _Ticket], use_tqdm: bool) -> None:
+        """Step until every queued request has ended, taking the ended ones out of `running`."""
+        with GenerationProgress(len(running), enabled=use_tqdm) as progress:
+            while running:
+                changed = self._core.step()
+                if not changed and not self._core.num_unfinished:
+                    raise EngineDead(f"{len(running)} requests were lost by the step loop")
+                for generation in changed:
+                    if generation.finish_reason is not None:
+                        self._fill(running.pop(generation.request.request_id), generation)
+                progress.update(changed)
+
+    def _fill(self, ticket: _Ticket, generation: Generation) -> None:
+        """Copy a finished generation to its output."""
+        output, completion = ticket.output, ticket.output.outputs[0]
+        output.finished = True
+        output.error = generation.error
+        output.metrics = generation.metrics
+        completion.token_ids = generation.token_ids
+        completion.finish_reason = str(generation.finish_reason)
+        completion.stop_reason = generation.stop_reason
+        completion.text = self._decode(generation.token_ids, generation.params.skip_special_tokens)
+
+    def _encode(self, text: str | None) -> list[int]:
+        codec = self._codec
+        if codec is None:
+            raise InvalidRequest(CODEC_ADVICE, field="prompt")
+        return codec.encode_text(text)
+
+    def _decode(self, ids: list[int], skip_special: bool) -> str:
+        return "" if self._codec is None else self._codec.decode(ids, skip_special=skip_special)
+
+    @property
+    def _codec(self) -> Any:
+        return None if self._loaded is None else self._loaded.codec
+
+    def get_tokenizer(self) -> Any:
+        """The codec: `encode_text(text) -> ids` and `decode(ids) -> text`; None if no plugin serves the model."""
+        return self._codec
+
+    @property
+    def stats(self) -> Any:
+        """Counts of the step loop since the start (`EngineStats`)."""
+        return self._alive().stats
+
+    def _alive(self) -> Any:
+        if self._loaded is None:
+            raise EngineDead("this LLM was closed; make a new one")
+        return self._core
+
+    def close(self) -> None:
+        """Free caches and weights; a second call does nothing."""
+        with self._lock:
+            self._loaded = None
+            self.__dict__.pop("_core", None)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass
+class _Ticket:
+    """One request of a call on its way: checked, queued, filled."""
+
+    output: RequestOutput
+    params: SamplingParams = SamplingParams()
+    prompt: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    max_tokens: int = 0
+
+    def refuse(self, error: DeepInferError) -> None:
+        """End the request with a typed error."""
+        self.output.error = error
+        self.output.finished = True
+        self.output.outputs = [CompletionOutput(0, "", [], "error")]
+
+
+def _raise_first(errors: Any) -> None:
+    for error in errors:
+        if error is not None:
+            raise error

@@ -1,0 +1,94 @@
+"""What a caller gets back, shaped as users of such engines know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deepinfer.errors import DeepInferError
+
+__all__ = ["CompletionOutput", "RequestMetrics", "RequestOutput"]
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt.
+
+    Attributes:
+        index: number of the completion among those of its prompt.
+        text: the decoded text; empty without a codec.
+        token_ids: every generated id; the EOS or stop id that ended it is the last one.
+        finish_reason: "stop", "length", "error", "abort", or None while running.
+        stop_reason: the id of `stop_token_ids` that ended it; None after EOS and for other reasons.
+        seed: the seed of its draws, given or drawn: with it the request can be repeated.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    seed: int | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Moments of a request in seconds of one monotonic clock, and its counts.
+
+    Attributes:
+        arrival: it was queued.
+        first_scheduled: its first step was launched; None if it never ran.
+        first_token: its first token was known.
+        finished: it ended.
+        num_prompt_tokens: tokens of the prompt.
+        num_generated_tokens: tokens generated.
+        num_steps: steps that it took part in.
+    """
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+
+    @property
+    def prefill_tokens_per_second(self) -> float | None:
+        """Prompt tokens per second from the first step to the first token."""
+        if self.first_scheduled is None or self.first_token is None:
+            return None
+        return self.num_prompt_tokens / max(self.first_token - self.first_scheduled, 1e-9)
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Generated tokens per second after the first one; None for fewer than two."""
+        if self.first_token is None or self.finished is None or self.num_generated_tokens < 2:
+            return None
+        return (self.num_generated_tokens - 1) / max(self.finished - self.first_token, 1e-9)
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its completions.
+
+    Attributes:
+        request_id: unique within the engine.
+        prompt: the text, if it was given as text.
+        prompt_token_ids: the ids that were forwarded; empty if the prompt was refused before it had any.
+        outputs: the completions.
+        finished: whether all have ended.
+        error: why the request ended with "error"; None otherwise.
+        num_cached_tokens: prompt tokens whose cache entries were reused.
+        numerics_id: names the numerics that produced the bits; equal ids promise equal tokens for equal seeds.
+        metrics: moments and counts; None if the request was refused.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    error: DeepInferError | None = None
+    num_cached_tokens: int = 0
+    numerics_id: str = ""
+    metrics: RequestMetrics | None = None

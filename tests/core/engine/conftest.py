@@ -1,0 +1,185 @@
+"""A small deterministic model whose tokens depend on everything that it must find in pages, slots and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepinfer.engine.build import build_engine
+from deepinfer.engine.loader import LoadedModel, ModelTraits
+from deepinfer.ops import metadata, sampling
+from deepinfer.ops.metadata import StepInputs
+from deepinfer.settings import Settings
+from torch import Tensor
+
+VOCAB = 37
+EOS = 1
+IMAGE = 5
+NGRAM = 3
+PAGE = 4
+RING = 6
+MODULUS = 1_000_003
+
+
+def chain(state: int, token: int, position: int) -> int:
+    """The model's memory of everything up to a position."""
+    return (state * 31 + token * 7 + position) % MODULUS
+
+
+def logits_of(state: int) -> Tensor:
+    """Logits after a state: float32 [VOCAB]."""
+    generator = torch.Generator().manual_seed(state)
+    return 3 * torch.randn(VOCAB, generator=generator)
+
+
+@dataclass
+class Storage:
+    """Pages hold tokens, slots hold (last position, state); 0xFF bytes read as -1."""
+
+    pages: Tensor
+    slots: Tensor
+
+
+class FakeModel:
+    """Implements `ServedModel`; raises where it meets poison or wrong metadata."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, context: int = 64) -> None:
+        self.traits = ModelTraits(
+            vocab_size=VOCAB,
+            context=context,
+            eos_token_ids=frozenset({EOS}),
+            image_token_id=IMAGE,
+            ngram_size=NGRAM,
+            max_drafts=0,
+            page_size=PAGE,
+            page_bytes=PAGE * 8,
+            slot_bytes=16,
+            ring_length=RING,
+            weight_bytes=1000,
+        )
+        ops = SimpleNamespace(
+            expand_plan=metadata.expand_plan,
+            commit_step=metadata.commit_step,
+            apply_filters=sampling.apply_filters,
+            sample_rows=sampling.sample_rows,
+        )
+        ops.sample_step = sampling.sample_step(ops)
+        self.table = ops
+        self.fail_on: Callable[[list[int]], bool] = lambda slots: False
+        self.poison_logits: Callable[[int], bool] = lambda state: False
+        self.rows_seen: list[int] = []
+
+    def workspace_bytes(self, limits: Any) -> int:
+        return limits.rows * 8
+
+    def allocate_caches(self, num_pages: int, num_slots: int) -> Storage:
+        return Storage(
+            torch.full((num_pages, PAGE * 8), 0xFF, dtype=torch.uint8),
+            torch.full((num_slots, 16), 0xFF, dtype=torch.uint8),
+        )
+
+    def forward(self, inputs: StepInputs, storage: Storage) -> Any:
+        if self.fail_on(inputs.seq_slots.tolist()):
+            raise RuntimeError("kernel fell over")
+        pages, slots = storage.pages.view(torch.int64).numpy(), storage.slots.view(torch.int64).numpy()
+        table, history, first = inputs.page_table.numpy(), inputs.history.numpy(), inputs.first_positions.numpy()
+        self.rows_seen.append(int((inputs.slots >= 0).sum()))
+        states: dict[int, int] = {}
+        rows = zip(inputs.token_ids.tolist(), inputs.positions.tolist(), inputs.slots.tolist(), strict=True)
+        for row, (token, position, slot) in enumerate(rows):
+            if slot < 0:
+                assert token == position == -1
+                continue
+            assert slot > 0
+            assert 0 <= token < VOCAB
+            if position == first[row]:
+                previous, state = (-1, 0) if position == 0 else slots[slot].tolist()
+                assert previous == position - 1, "the slot belongs to another position"
+            else:
+                state = states[slot]
+            page = table[slot, position // PAGE]
+            assert page > 0, "no page was granted"
+            pages[page, position % PAGE] = token
+            for distance in range(1, NGRAM):
+                before = position - distance
+                expected = -1
+                if before >= 0:
+                    expected = pages[table[slot, before // PAGE], before % PAGE]
+                    assert expected >= 0, "read poison from a page"
+                assert history[row, distance - 1] == expected
+            states[slot] = chain(state, token, position)
+            slots[slot] = position, states[slot]
+        logits = torch.full((inputs.seq_slots.shape[0], VOCAB), torch.nan)
+        for index, (slot, last) in enumerate(zip(inputs.seq_slots.tolist(), inputs.last_rows.tolist(), strict=True)):
+            if last >= 0:
+                logits[index] = torch.nan if self.poison_logits(states[slot]) else logits_of(states[slot])
+        return SimpleNamespace(logits=logits)
+
+    def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: Storage) -> Any:
+        raise NotImplementedError("the fake proposes nothing")
+
+
+def naive(prompt: list[int], params: Any, limit: int, seed: int) -> tuple[list[int], str]:
+    """One request alone, straight from the definitions."""
+    state = 0
+    for position, token in enumerate(prompt):
+        state = chain(state, token, position)
+    length, out = len(prompt), []
+    while True:
+        row = logits_of(state)[None]
+        temperature = torch.tensor([params.temperature], dtype=torch.float32)
+        scaled = sampling.apply_filters(
+            row,
+            temperature,
+            torch.tensor([params.top_k], dtype=torch.int32),
+            torch.tensor([params.top_p], dtype=torch.float32),
+        )
+        signed = seed - 2**64 if seed >= 2**63 else seed
+        position = torch.tensor([length + len(out)])
+        zero = torch.zeros(1, dtype=torch.int32)
+        token = int(sampling.sample_rows(scaled, temperature, torch.tensor([signed]), position, zero))
+        out.append(token)
+        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+            return out, "stop"
+        if len(out) == limit:
+            return out, "length"
+        state = chain(state, token, length + len(out) - 1)
+
+
+@pytest.fixture
+def fake_model() -> FakeModel:
+    return FakeModel()
+
+
+@pytest.fixture
+def make_engine() -> Callable[..., Any]:
+    """Build an engine around a fake model."""
+
+    def make(
+        model: FakeModel,
+        *,
+        num_pages: int | None = None,
+        max_prefill_chunk: int | None = None,
+        **settings: Any,
+    ) -> Any:
+        given = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "use_nextn_decode": 0, **settings}
+        return build_engine(
+            LoadedModel(model, numerics_id="fake"),
+            Settings(**given),
+            num_pages=num_pages,
+            max_prefill_chunk=max_prefill_chunk,
+            poison_released=True,
+        ).core
+
+    return make
+
+
+@pytest.fixture
+def naive_model() -> Callable[..., tuple[list[int], str]]:
+    return naive
