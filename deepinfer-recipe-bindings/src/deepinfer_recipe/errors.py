@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from deepinfer.errors import InvalidRequest
+from deepinfer.api.errors import InvalidRequest
 
 __all__ = ["CodecError"]
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from deepinfer.errors import CheckpointError
+from deepinfer.api.errors import CheckpointError
 
 from .chat import EncodedChat, OutputStream, ProtocolName
 from .detokenize import DecodeStream

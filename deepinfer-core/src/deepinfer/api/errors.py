@@ -9,6 +9,7 @@ from deepinfer.errors import (
     CheckpointError,
     ConfigError,
     DeepInferError,
+    InvalidRequest,
     PluginError,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DeepInferError",
+    "InvalidRequest",
     "PluginError",
 ]

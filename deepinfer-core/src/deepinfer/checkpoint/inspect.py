@@ -11,10 +11,11 @@ from typing import Any
 from deepinfer.backend.numerics import Numerics
 from deepinfer.checkpoint.checkpoint import Checkpoint, expectation_problems
 from deepinfer.checkpoint.formats import scale_values
+from deepinfer.checkpoint.tensor_spec import TensorSpec
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.models.deepseek_v41.config import ModelConfig, parse_config
 from deepinfer.models.deepseek_v41.engram_map import EngramMap
-from deepinfer.models.deepseek_v41.tensors import TensorSpec, expected_tensors
+from deepinfer.models.deepseek_v41.tensors import expected_tensors
 from deepinfer.models.deepseek_v41.topology import Topology
 
 __all__ = ["CheckpointReport", "DeviceNeed", "inspect_checkpoint", "part_of"]

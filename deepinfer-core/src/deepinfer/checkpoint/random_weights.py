@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepinfer.checkpoint.formats import quantise_fp4, quantise_fp8, quantise_rows
-from deepinfer.models.deepseek_v41.tensors import TensorSpec
+from deepinfer.checkpoint.tensor_spec import TensorSpec
 
 __all__ = ["make_tensors", "stem"]
 

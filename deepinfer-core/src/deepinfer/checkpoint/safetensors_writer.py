@@ -10,7 +10,7 @@ import torch
 
 from deepinfer.checkpoint.header import DTYPE_BYTES
 from deepinfer.checkpoint.index import INDEX_FILE, SINGLE_FILE
-from deepinfer.models.deepseek_v41.tensors import TensorSpec
+from deepinfer.checkpoint.tensor_spec import TensorSpec
 
 __all__ = ["file_order", "shard_names", "split_shards", "write_index", "write_shard"]
 

@@ -18,10 +18,11 @@ import torch
 
 from deepinfer.checkpoint.random_weights import make_tensors, stem
 from deepinfer.checkpoint.safetensors_writer import file_order, shard_names, split_shards, write_index, write_shard
+from deepinfer.checkpoint.tensor_spec import TensorSpec
 from deepinfer.checkpoint.tokenizer_file import SpecialIds, tokenizer_config, tokenizer_json
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.models.deepseek_v41.config import ModelConfig, parse_config
-from deepinfer.models.deepseek_v41.tensors import TensorSpec, expected_tensors
+from deepinfer.models.deepseek_v41.tensors import expected_tensors
 
 __all__ = ["FORMAT_VERSION", "PRESETS", "make_checkpoint", "preset_config", "write_checkpoint"]
 

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from deepinfer.checkpoint.tensor_spec import TensorSpec
 from deepinfer.models.deepseek_v41.config import ModelConfig, VisionConfig
 from deepinfer.models.deepseek_v41.topology import LayerRole, Topology
 
-__all__ = ["DTYPE_BYTES", "TensorSpec", "expected_tensors"]
-
-DTYPE_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
-"""Safetensors dtype strings that a released checkpoint uses, with their bytes."""
+__all__ = ["expected_tensors"]
 
 BLOCK = 32
 """Edge of an FP8 weight tile, and length of an FP4 or Engram scale group."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor as stored; `module` is the part of the model that owns it, as errors and size tables print it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    module: str
-
-    @property
-    def nbytes(self) -> int:
-        """Payload bytes."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
