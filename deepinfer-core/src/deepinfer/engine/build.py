@@ -92,6 +92,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Allocate what `plan_memory` planned and put the loop together; arguments and errors as there."""
     plan, config = plan_memory(loaded, settings, num_pages=num_pages, max_prefill_chunk=max_prefill_chunk)
+    _attach_workspace(loaded, config)
     runner = ModelRunner(
         loaded.model,
         num_pages=plan.num_pages,
@@ -101,6 +102,18 @@ def build_engine(
     )
     scheduler = Scheduler(config, PagePool(plan.num_pages), SlotPool(plan.request.num_slots))
     return BuiltEngine(EngineCore(runner, scheduler), plan, config.max_model_len)
+
+
+def _attach_workspace(loaded: LoadedModel, config: SchedulerConfig) -> None:
+    """Give the backend the one scratch buffer that its kernels share."""
+    from deepinfer.backend.backend import StepLimits
+
+    if loaded.backend is None or loaded.runtime is None:
+        return
+    limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
+    nbytes = loaded.model.table.workspace_bytes(limits)
+    if nbytes:
+        loaded.backend.attach_workspace(loaded.runtime.alloc(nbytes))
 
 
 def _logits_bytes(sequences: int, vocab_size: int) -> int:

@@ -37,7 +37,7 @@ class LLM:
 
     Args:
         model: directory of a checkpoint, Hub id, or a synthetic preset ("tiny", "small", "wide": random weights, made
-            in the cache directory on first use).
+            in the cache directory on first use); None: `DEEPINFER_HF_MODEL_DIR`, else the released model on the Hub.
         accelerator: backend; None: `DEEPINFER_ACCELERATOR`, else chosen automatically.
         max_model_len: longest prompt and output together; None: what the model and the memory allow.
         max_num_seqs: sequences that run at once.
@@ -56,7 +56,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path = "tiny",
+        model: str | Path | None = None,
         *,
         accelerator: str | None = None,
         max_model_len: int | None = None,
@@ -74,7 +74,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             **settings,
         )
-        loaded = load_model(str(model), self.settings)
+        loaded = load_model(model, self.settings)
         self._start(loaded, num_pages, max_prefill_chunk, poison_released)
 
     @classmethod

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,11 +13,12 @@ from deepinfer.models.traits import ModelTraits
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from deepinfer.backend.backend import StepLimits
+    from deepinfer.backend.backend import Backend, StepLimits
+    from deepinfer.backend.runtime import DeviceRuntime
     from deepinfer.ops.metadata import StepInputs
     from deepinfer.settings import Settings
 
-__all__ = ["LoadedModel", "ModelTraits", "ServedModel", "StepOps", "load_model", "numerics_id"]
+__all__ = ["LoadedModel", "ModelTraits", "ServedModel", "StepOps", "load_model"]
 
 
 class ForwardResult(Protocol):
@@ -42,6 +40,9 @@ class StepOps(Protocol):
     expand_plan: Any
     commit_step: Any
     sample_step: Any
+
+    def workspace_bytes(self, limits: StepLimits) -> int:
+        """Bytes of the scratch buffer that all bound kernels share."""
 
 
 class ServedModel(Protocol):
@@ -80,6 +81,7 @@ class LoadedModel:
         codec: text to ids and back; None if no plugin serves it.
         numerics_id: name of the numerics of everything bound.
         budget: bytes of device memory that the engine may use, weights included; None: unlimited.
+        backend, runtime: what runs it; None for a model that needs no workspace.
     """
 
     model: ServedModel
@@ -87,13 +89,16 @@ class LoadedModel:
     codec: Any = None
     numerics_id: str = ""
     budget: int | None = None
+    backend: Backend | None = None
+    runtime: DeviceRuntime | None = None
 
 
-def load_model(name: str, settings: Settings) -> LoadedModel:
+def load_model(name: str | Path | None, settings: Settings) -> LoadedModel:
     """Resolve a model, choose the backend, load the weights and build the codec.
 
     Args:
-        name: directory, Hub id, or the name of a synthetic preset.
+        name: directory, Hub id, or the name of a synthetic preset; None: `settings.hf_model_dir`, else the released
+            model on the Hub.
         settings: `settings.accelerator` chooses the backend.
 
     Raises:
@@ -101,37 +106,30 @@ def load_model(name: str, settings: Settings) -> LoadedModel:
         CheckpointError, ConfigError: the checkpoint cannot be found or is not valid.
         CapabilityError, CapacityError: the backend cannot do it, or not in its memory.
     """
+    from deepinfer.backend.identity import numerics_id
+    from deepinfer.backend.process import apply_process_settings
     from deepinfer.checkpoint import resolve_model
     from deepinfer.json_files import read_json_object
     from deepinfer.plugins.host import default_host, import_factory
     from deepinfer.plugins.selection import select_backend
 
-    path = resolve_model(name, settings)
-    config = read_json_object(path / "config.json")
     host = default_host()
-    architecture = str(next(iter(config.get("architectures") or []), config.get("model_type", "")))
-    entry = host.model_for(architecture)
     backend, _ = select_backend(settings.accelerator, host)
-    budget = int(backend.runtime().memory_info().free * settings.memory_utilization)
-    model: ServedModel = import_factory(entry)(path, backend, settings)
-    codec = host.make_codec(path, str(config.get("model_type", "")), path / "tokenizer.json", (name,))
-    return LoadedModel(model, path, codec, numerics_id(model, backend, settings), budget)
-
-
-def numerics_id(model: ServedModel, backend: Any, settings: Settings) -> str:
-    """A short name of everything that decides bits: equal ids promise equal bits (design 1).
-
-    Backend and version, torch, compiler, device architecture, numerics settings and the bound ops.
-    """
-    bindings = getattr(model.table, "bindings", None)
-    capabilities = backend.capabilities()
-    facts: Mapping[str, object] = {
-        "backend": [backend.name, backend.version],
-        "torch": torch.__version__,
-        "compiler": capabilities.compiler,
-        "device": backend.runtime().fingerprint(),
-        "numerics": settings.numerics().describe(),
-        "ops": sorted([b.op, str(b.kind), b.backend] for b in bindings()) if bindings is not None else [],
-    }
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    return f"{backend.name}-{digest[:16]}"
+    path = resolve_model(name, settings)
+    config, _ = read_json_object(path / "config.json")
+    architectures = config.get("architectures") or ["(none)"]
+    entry = host.model_for(str(architectures[0]))
+    runtime = backend.runtime()
+    apply_process_settings(backend.process_settings(settings.numerics()), owner=f"an engine on {backend.name!r}")
+    budget = int(runtime.memory_info().free * settings.memory_utilization)
+    model = import_factory(entry)(path, backend, settings)
+    codec = host.make_codec(path, str(config.get("model_type", "")), path / "tokenizer.json", (str(name or path.name),))
+    return LoadedModel(
+        model,
+        path=path,
+        codec=codec,
+        numerics_id=numerics_id(backend, runtime, model.table),
+        budget=budget,
+        backend=backend,
+        runtime=runtime,
+    )
