@@ -1,0 +1,74 @@
+"""Every check of the repository, each in an environment that it makes itself (`nox -l` lists them)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "docs", "tests"]
+
+PACKAGES = ("-e", "./deepinfer-core", "-e", "./deepinfer-recipe-bindings")
+GROUPS = nox.project.load_toml("pyproject.toml")
+
+
+def _install(session: nox.Session, group: str) -> None:
+    """Install both distributions together with a dependency group of the root pyproject.toml."""
+    session.install("-q", *nox.project.dependency_groups(GROUPS, group), *PACKAGES)
+
+
+def _pytest(session: nox.Session, *arguments: str) -> None:
+    _install(session, "test")
+    session.run("pytest", "-q", "--durations=10", *arguments, *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the whole default suite: everything but what is marked slow."""
+    _pytest(session)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """Run everything, slow tests included."""
+    _pytest(session, "-m", "slow or not slow")
+
+
+@nox.session
+def golden(session: nox.Session) -> None:
+    """Compare loader, graph, drafter and public API with the independent golden results."""
+    _pytest(session, "-m", "slow or not slow", "tests/golden")
+
+
+@nox.session
+def contracts(session: nox.Session) -> None:
+    """Run the contract tests of every operation; `nox -s contracts -- --backend NAME` for another backend."""
+    _pytest(session, "tests/contracts")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, formatting, types and import rules."""
+    _install(session, "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    session.run("lint-imports", "--no-cache")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation; any warning is an error. `nox -s docs -- serve` shows it while editing."""
+    _install(session, "docs")
+    command = session.posargs or ["build", "--strict"]
+    session.run("mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure the engine on the CPU backend; arguments go to the benchmark."""
+    _install(session, "test")
+    for script in sorted(Path("benchmarks").glob("bench_*.py")):
+        session.run("python", str(script), *session.posargs)
