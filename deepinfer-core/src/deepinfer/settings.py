@@ -255,8 +255,10 @@ def _type_text(annotation: Any) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    """A hint to the most similar known name, or nothing; the common prefix does not count as similarity."""
+    bare = {word.removeprefix(PREFIX): word for word in known}
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), list(bare), n=1)
+    return f"; did you mean {bare[close[0]]}?" if close else ""
 
 
 def _as_config_error(error: ValidationError, given: Mapping[str, Any]) -> ConfigError:

@@ -163,7 +163,8 @@ class PluginHost:
             for hook, registry in _REGISTRY_HOOKS.items():
                 self._call_registration(module, hook, getattr(self, registry), origin)
         except Exception as error:
-            self.manager.unregister(module)
+            if self.manager.is_registered(module):
+                self.manager.unregister(module)
             for registry in _REGISTRY_HOOKS.values():
                 getattr(self, registry).withdraw(origin)
             if isinstance(error, pluggy.PluginValidationError):
