@@ -161,11 +161,11 @@ class RecipeCodec(TextCodec):
             sources = self._image_sources(protocol, handles, conversation)
             ids = handles.encoding.encode(conversation)
         except recipe.ConversionError as error:
-            raise _from_conversion(protocol, error) from error
+            raise _from_conversion(protocol, error, self._blame(protocol, data, error)) from error
         except RecursionError as error:
             raise CodecError(400, protocol, "the body is nested too deeply") from error
         except (ValueError, TypeError, OverflowError) as error:
-            raise CodecError(400, protocol, _plain(str(error))) from error
+            raise CodecError(400, protocol, _plain(str(error)), self._blame(protocol, data, error)) from error
         except RuntimeError as error:
             raise CodecError(400, protocol, f"the chat cannot be written for this model: {error}") from error
         if ids.count(-1 if self.image_id is None else self.image_id) != len(sources):
@@ -187,6 +187,22 @@ class RecipeCodec(TextCodec):
             parse_state=ParseState(protocol, converted, parsing, namespaces, echo),
             resolve=lambda prompt, context: _resolve(protocol, converted, prompt, context),
         )
+
+    def _blame(self, protocol: ProtocolName, data: dict[str, Any], error: Exception) -> str | None:
+        """The parameter that alone, in an otherwise harmless body, gives the same error (the recipe names none)."""
+        harmless: dict[str, Any] = {"model": self.served_names[0]}
+        if protocol == "responses":
+            harmless["input"] = "x"
+        else:
+            harmless |= {"messages": [{"role": "user", "content": "x"}]}
+        options = self._handles.get().options
+        for name, value in data.items():
+            try:
+                _REQUESTS[protocol]({**harmless, name: value}).convert(options)
+            except (recipe.ConversionError, ValueError, TypeError, OverflowError) as found:
+                if _reason(found) == _reason(error):
+                    return name
+        return None
 
     def _image_sources(
         self, protocol: ProtocolName, handles: _Handles, conversation: recipe.Conversation
@@ -291,13 +307,17 @@ def _resolve(protocol: ProtocolName, converted: recipe.ConversationRequest, prom
         raise _from_conversion(protocol, error) from error
 
 
-def _from_conversion(protocol: ProtocolName, error: recipe.ConversionError) -> CodecError:
+def _reason(error: Exception) -> str:
+    return error.body if isinstance(error, recipe.ConversionError) else str(error)
+
+
+def _from_conversion(protocol: ProtocolName, error: recipe.ConversionError, blamed: str | None = None) -> CodecError:
     try:
         detail = json.loads(error.body)["error"]
         message, param = str(detail["message"]), detail.get("param")
     except (ValueError, KeyError, TypeError):
         message, param = str(error.body), None
-    return CodecError(error.status_code, protocol, message, param)
+    return CodecError(error.status_code, protocol, message, param or blamed)
 
 
 def _plain(message: str) -> str:

@@ -100,8 +100,8 @@ class OutputReader:
         return self._ended or self._processor.finished
 
     def start(self) -> list[StreamEvent]:
-        """The opening events, once."""
-        if self._started:
+        """The opening events, once; [] after `close`."""
+        if self._started or self._ended:
             return []
         self._started = True
         return self._send(recipe.InferenceChunk.ready(prompt_usage=self._usage))

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from deepinfer.errors import CheckpointError
+from deepinfer.api.errors import CheckpointError
 from tokenizers import Tokenizer
 
 from .detokenize import ByteStream, DecodeStream, WindowStream, byte_alphabet
@@ -53,7 +53,22 @@ class Vocabulary:
         self._pieces: dict[int, bytes | None] = {}
         self._full: PerProcess[Tokenizer] = PerProcess(self._build_full)
         self._plain: PerProcess[Tokenizer] = PerProcess(self._build_plain)
+        self._check_added()
         self.size = 1 + max([*self.tokenizer.get_vocab(with_added_tokens=True).values(), -1])
+
+    def _check_added(self) -> None:
+        """An added token that the base vocabulary lacks is numbered by the tokenizer, whatever the file says."""
+        numbers = {name: self.tokenizer.token_to_id(name) for name in self.added}
+        wrong = [
+            f"{name} is {found}, the file says {self.added[name]}"
+            for name, found in numbers.items()
+            if found != self.added[name]
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{self.path}: added tokens do not get the ids that the file gives them; list them in model.vocab too",
+                problems=tuple(wrong),
+            )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -74,10 +89,10 @@ class Vocabulary:
         try:
             # the batch call releases the interpreter lock; the single one does not
             return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except UnicodeEncodeError as error:
-            raise CodecError(400, protocol, f"text holds a lone surrogate at position {error.start}") from error
-        except TypeError as error:
-            raise CodecError(400, protocol, f"text must be a valid string, not {type(text).__name__}") from error
+        except (TypeError, UnicodeEncodeError) as error:
+            surrogate = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+            where = "is not valid" if surrogate is None else f"holds a lone surrogate at position {surrogate}"
+            raise CodecError(400, protocol, f"the text {where}") from error
 
     def open_stream(self, *, skip_special: bool) -> DecodeStream:
         """A new detokeniser; ids must be non-negative (`Codec.decode` checks them)."""
@@ -133,10 +148,8 @@ class Vocabulary:
 
     def _build_plain(self) -> Tokenizer:
         data = self._read()
-        kept = [token for token in data.get("added_tokens") or [] if token["content"] not in self._markers]
-        data["added_tokens"] = kept
         data["post_processor"] = None
-        _hide_from_model(data["model"], self._markers)
+        _rename_markers(data, self._markers)
         data["truncation"] = None
         data["padding"] = None
         return self._build(json.dumps(data, ensure_ascii=False))
@@ -159,26 +172,34 @@ def _is_byte_level(decoder: Any) -> bool:
     return decoder.get("type") == "ByteLevel"
 
 
-def _hide_from_model(model: dict[str, Any], markers: dict[str, int]) -> None:
-    """Rename the markers inside the model's own vocabulary, so that no text can spell them.
+def _rename_markers(data: dict[str, Any], markers: dict[str, int]) -> None:
+    """Give the markers names that no text can spell, everywhere in the file.
 
-    Dropping them from the added tokens is not enough where the base vocabulary lists them as pieces too. The new
-    name holds a random part. The unknown token keeps its name: the model needs it, and it says nothing.
+    They are not removed, because added tokens may be numbered by their order; and the base vocabulary may list them
+    as pieces too. The unknown token keeps its name in the model, which needs it; as an added token it goes.
     """
+    model = data["model"]
     vocabulary = model.get("vocab")
     prefix = f"\U0010fffe{secrets.token_hex(16)}"
     if isinstance(vocabulary, dict):
+        unknown = model.get("unk_token")
         for name in markers:
-            if name in vocabulary and name != model.get("unk_token"):
+            if name in vocabulary and name != unknown:
                 vocabulary[prefix + name] = vocabulary.pop(name)
         merges = model.get("merges")
         if merges:
             model["merges"] = [merge for merge in merges if not _touches(merge, markers)]
-    elif isinstance(vocabulary, list):
-        unknown = model.get("unk_id")
-        for index, entry in enumerate(vocabulary):
-            if entry[0] in markers and index != unknown:
+    else:
+        pieces = vocabulary if isinstance(vocabulary, list) else []
+        index = model.get("unk_id")
+        unknown = pieces[index][0] if isinstance(index, int) and index < len(pieces) else None
+        for entry in pieces:
+            if entry[0] in markers and entry[0] != unknown:
                 entry[0] = prefix + entry[0]
+    data["added_tokens"] = [token for token in data.get("added_tokens") or [] if token["content"] != unknown]
+    for token in data["added_tokens"]:
+        if token["content"] in markers:
+            token["content"] = prefix + token["content"]
 
 
 def _touches(merge: Any, markers: dict[str, int]) -> bool:

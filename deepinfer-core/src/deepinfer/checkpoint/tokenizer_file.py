@@ -80,7 +80,8 @@ def tokenizer_json(vocab_size: int, ids: SpecialIds) -> dict[str, Any]:
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            "vocab": dict(zip(pieces, free, strict=True)),
+            # added tokens get their id only where the vocabulary lists them too: else they are numbered from its end
+            "vocab": {**dict(zip(pieces, free, strict=True)), **{name: token for token, name in special.items()}},
             "merges": [list(pair) for pair in merges],
         },
     }
