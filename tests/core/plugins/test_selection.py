@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from deepinfer.errors import AcceleratorUnavailable, ConfigError, PluginError
 from deepinfer.plugins.selection import select_accelerator, select_backend
 
