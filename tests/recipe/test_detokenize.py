@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from deepinfer_recipe import CodecError, RecipeCodec, TextCodec
 from deepinfer_recipe.detokenize import byte_alphabet
@@ -105,8 +106,13 @@ def test_id_outside_the_vocabulary_is_refused(codec: RecipeCodec, bad: int) -> N
 
 
 def test_id_of_another_type_is_refused(codec: RecipeCodec) -> None:
-    with pytest.raises(CodecError, match="must be an integer, not str"):
-        codec.decode(["1"])  # type: ignore[list-item]
+    for bad, kind in (("1", "str"), (1.0, "float"), (None, "NoneType"), (True, "bool")):
+        with pytest.raises(CodecError, match=f"must be an integer, not {kind}"):
+            codec.decode([bad])  # type: ignore[list-item]
+
+
+def test_integers_of_other_libraries_are_ids(codec: RecipeCodec) -> None:
+    assert codec.decode(np.array(codec.encode_text("ok 杭"))) == "ok 杭"  # type: ignore[arg-type]
 
 
 def test_alphabet_is_a_bijection() -> None:

@@ -250,6 +250,18 @@ def test_arguments_that_are_not_json_are_reported(
     assert problem.reason.startswith("not JSON")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'<{DSML} invoke name="">\n</{DSML} invoke>\n',
+        f'<{DSML} invoke name="f">\n<{DSML} parameter name="a">x</{DSML} parameter>\n</{DSML} invoke>\n',
+    ],
+)
+def test_call_without_a_name_or_a_type_is_reported(codec: RecipeCodec, ids_of: IdsOf, text: str) -> None:
+    stream, _ = run(codec, chat_body(tools=tools_of("chat", "f")), [ids_of("</think>" + block(text))])
+    assert len(stream.problems) == 1
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_cut_off_call_ends_without_a_crash(codec: RecipeCodec, ids_of: IdsOf, protocol: str) -> None:
     ids = ids_of("</think>" + block(call("f", "杭州")))

@@ -234,6 +234,7 @@ assert not heavy, heavy
 from pathlib import Path
 directory, path = Path(sys.argv[1]), Path(sys.argv[2])
 assert recipe.deepinfer_make_codec(directory, "llama", path, ()) is None
+assert plain.deepinfer_make_codec(directory, "llama", directory / "none.json", ()) is None
 assert not {"tokenizers", "deepseek_recipe"} & set(sys.modules)
 print(type(recipe.deepinfer_make_codec(directory, "deepseek_v41", path, ("a",))).__name__)
 print(type(plain.deepinfer_make_codec(directory, "llama", path, ())).__name__)

@@ -110,7 +110,7 @@ class StreamEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolCallProblem:
-    """A finished tool call whose arguments are not a JSON object: the model wrote them so, nothing was repaired."""
+    """A tool call without a name or whose arguments are not a JSON object: as the model wrote it, not repaired."""
 
     index: int
     name: str

@@ -92,7 +92,7 @@ class OutputReader:
         self.completion_tokens = 0
         """Ids pushed so far."""
         self.problems: tuple[ToolCallProblem, ...] = ()
-        """Tool calls with arguments that are not a JSON object; known after the last event."""
+        """Tool calls without a name or with arguments that are not a JSON object; known after the last event."""
 
     @property
     def finished(self) -> bool:
@@ -242,6 +242,8 @@ class OutputReader:
 
 
 def _problem(index: int, name: str, arguments: str) -> ToolCallProblem | None:
+    if not name:
+        return ToolCallProblem(index, name, arguments, "no tool name")
     try:
         value = json.loads(arguments)
     except ValueError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -115,11 +117,7 @@ class TextCodec:
     def check_id(self, token_id: int) -> int:
         """`token_id`, if it is one of the model's; else `CodecError` (400)."""
         if type(token_id) is not int:
-            try:
-                token_id = token_id.__index__()
-            except AttributeError:
-                kind = type(token_id).__name__
-                raise CodecError(400, "text", f"a token id must be an integer, not {kind}", "token_ids") from None
+            token_id = _as_int(token_id)
         if not 0 <= token_id < self.vocab_size:
             raise CodecError(
                 400, "text", f"token id {token_id} is outside the vocabulary (0..{self.vocab_size - 1})", "token_ids"
@@ -182,6 +180,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: holds a {type(data).__name__}, expected a JSON object")
     return data
+
+
+def _as_int(value: Any) -> int:
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise CodecError(400, "text", f"a token id must be an integer, not {type(value).__name__}", "token_ids")
 
 
 def _ids(value: Any) -> list[int]:

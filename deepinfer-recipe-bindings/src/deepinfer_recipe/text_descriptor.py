@@ -22,7 +22,9 @@ def deepinfer_register_codecs(registry: Any) -> None:
 
 @hookimpl(trylast=True)
 def deepinfer_make_codec(model_dir: Path, model_type: str, tokenizer_json: Path, served_names: tuple[str, ...]) -> Any:
-    """Build a text codec for whatever model nobody else knows."""
+    """Build a text codec for whatever model nobody else knows; a model without a tokenizer is served by ids alone."""
+    if not tokenizer_json.exists():
+        return None
     from .text import TextCodec
 
     return TextCodec(model_dir, tokenizer_json)
