@@ -18,7 +18,8 @@ def normalise_spelling(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Known variants: `torch_dtype` for `dtype`; token ids repeated in `text_config`; `rope_parameters` (flat, or with
     `main` and `compress`) for `rope_theta`, `compress_rope_theta` and `rope_scaling`; `type` for `rope_type`;
-    `layer_types` with `compress_rates` for `compress_ratios`.
+    `layer_types` with `compress_rates` for `compress_ratios`; `partial_rotary_factor` for `qk_rope_head_dim`;
+    `mlp_layer_types` where every layer is `moe`.
 
     Raises:
         ConfigError: two spellings of one thing disagree, or a variant is incomplete. No value is ever made up.
@@ -39,6 +40,13 @@ def normalise_spelling(raw: Mapping[str, Any]) -> dict[str, Any]:
         _hoist(top, text, name)
     _normalise_rope(text)
     _normalise_ratios(text)
+    factor = text.pop("partial_rotary_factor", None)
+    if factor is not None:
+        _take_rotary(text, factor, "partial_rotary_factor")
+    kinds = text.pop("mlp_layer_types", None)
+    if kinds is not None and (not isinstance(kinds, (list, tuple)) or any(kind != "moe" for kind in kinds)):
+        raise ConfigError(f"{kinds!r}; every layer of this model routes with 'moe'",
+                          field="text_config.mlp_layer_types")
     return top
 
 
@@ -105,9 +113,22 @@ def _take_scaling(text: dict[str, Any], group: Mapping[str, Any], theta: str, pa
         value = rest.pop(key, None)
         if value is not None:
             _merge(text, target, value, f"{path}.{key}")
+    factor = rest.pop("partial_rotary_factor", None)
+    if factor is not None:
+        _take_rotary(text, factor, f"{path}.partial_rotary_factor")
     scaling = _plain_scaling(rest, path)
     if scaling is not None:
         _merge(text, "rope_scaling", scaling, path)
+
+
+def _take_rotary(text: dict[str, Any], factor: Any, path: str) -> None:
+    """`factor` x head_dim is the rope width."""
+    head_dim = text.get("head_dim")
+    numbers = all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in (factor, head_dim))
+    width = factor * head_dim if numbers else None
+    if width is None or width != int(width):
+        raise ConfigError(f"{factor!r} x head_dim {head_dim!r} is not a whole rope width", field=f"text_config.{path}")
+    _merge(text, "qk_rope_head_dim", int(width), path)
 
 
 def _plain_scaling(raw: Any, path: str) -> Any:
