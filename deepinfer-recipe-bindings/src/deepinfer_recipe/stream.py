@@ -192,7 +192,9 @@ class OutputReader:
         """Send the held ids; an unfinished character becomes U+FFFD."""
         if not self._group:
             return []
-        ids, text, logprobs = self._group, self._group_text + self._characters.finish(), self._group_logprobs
+        ids, text, logprobs = self._group, self._group_text, self._group_logprobs
+        if self._characters.held:
+            text += self._characters.finish()
         self._group, self._group_text, self._group_logprobs = [], "", []
         # the processor would wait for the rest of what it takes for an unfinished character
         if as_text or text.endswith(REPLACEMENT):
