@@ -133,7 +133,9 @@ def test_images_without_an_image_token_are_refused(tmp_path: Path) -> None:
     ):
         codec = RecipeCodec(*write_model(tmp_path, tokenizer, config), ("flash",))
         assert codec.image_token is None
-        assert "images are not possible" in refused(codec, chat_body([PIXEL])).message
+        error = refused(codec, chat_body([PIXEL]))
+        assert error.message == f"images are not possible: {tmp_path / 'tokenizer.json'} has no image token"
+        assert error.param == "messages"
         assert codec.encode_chat("chat", chat_body("text is fine")).token_ids
 
 

@@ -89,21 +89,23 @@ def test_result_does_not_depend_on_the_cut(
 
 
 @settings(max_examples=80, deadline=None)
-@given(data=st.data())
-def test_any_ids_are_counted_and_never_leak_special_tokens(codec: RecipeCodec, data: st.DataObject) -> None:
+@given(data=st.data(), protocol=st.sampled_from(PROTOCOLS))
+def test_any_ids_are_counted_and_never_leak_special_tokens(
+    codec: RecipeCodec, data: st.DataObject, protocol: str
+) -> None:
     ids = data.draw(st.lists(st.integers(0, codec.vocab_size - 1), max_size=40))
-    tools = data.draw(st.booleans())
-    body = chat_body(**({"tools": tools_of("chat", "f")} if tools else {}))
+    body = body_of(protocol, **({"tools": tools_of(protocol, "f")} if data.draw(st.booleans()) else {}))
     points = data.draw(st.lists(st.integers(1, 40), max_size=5))
-    stream, _ = run(codec, body, cuts(ids, points) if ids else [])
-    assert stream.result()["usage"]["completion_tokens"] == len(ids)
-    message = message_of(stream)
+    stream, _ = run(codec, body, cuts(ids, points) if ids else [], "stop", protocol)
+    usage = stream.result()["usage"]
+    assert usage["completion_tokens" if protocol == "chat" else "output_tokens"] == len(ids)
+    shown = json.dumps(stream.result(), ensure_ascii=False)
     spelled = codec.decode(
         [token for token in ids if token < codec.vocabulary.size and token not in codec.vocabulary.added.values()]
     )
     for special in (BOS, EOS, USER):
         if special not in spelled:
-            assert special not in json.dumps(message, ensure_ascii=False)
+            assert special not in shown
 
 
 def test_unfinished_character_at_the_end_loses_no_text(codec: RecipeCodec, ids_of: IdsOf) -> None:

@@ -160,6 +160,8 @@ class RecipeCodec(TextCodec):
             conversation = converted.conversation
             sources = self._image_sources(protocol, handles, conversation)
             ids = handles.encoding.encode(conversation)
+        except CodecError:
+            raise
         except recipe.ConversionError as error:
             raise _from_conversion(protocol, error, self._blame(protocol, data, error)) from error
         except RecursionError as error:
