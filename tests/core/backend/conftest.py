@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from deepinfer.backend.backend import Backend, Kernel
 from deepinfer.backend.capabilities import ALL_OPS, Capabilities
 from deepinfer.backend.numerics import Numerics

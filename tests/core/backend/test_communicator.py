@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from deepinfer.cpu.communicator import GlooCommunicator
 
 

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+
 from deepinfer.api.backend import COLLECTIVES, Communicator, DeviceRuntime
 from deepinfer.backend import process
 from deepinfer.backend.capabilities import Capabilities

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+
 from deepinfer.backend.backend import StepLimits
 from deepinfer.backend.kernels import KernelTable
 from deepinfer.backend.numerics import Numerics

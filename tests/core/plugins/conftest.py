@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+
 from deepinfer.plugins.host import PluginHost
 from deepinfer.plugins.registry import Origin
 

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 from deepinfer.api.descriptor import API_VERSION, BackendDescriptor, Probe
 from deepinfer.errors import ConfigError, PluginError
 from deepinfer.plugins import hookspecs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from deepinfer.errors import AcceleratorUnavailable, ConfigError, PluginError
 from deepinfer.plugins.selection import select_accelerator, select_backend
 

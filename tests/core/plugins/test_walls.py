@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from deepinfer.backend.kernels import ENGINE_OPS
 from deepinfer.models.deepseek_v41.descriptor import DEEPSEEK_V41
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepinfer.errors import ConfigError
-from deepinfer.settings import Settings, load_settings, settings_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from deepinfer.errors import ConfigError
+from deepinfer.settings import Settings, load_settings, settings_table
 
 
 @pytest.fixture(autouse=True)
