@@ -1,1 +1,1 @@
-"""Room: cache."""
+"""Who owns which page and state slot, and which bytes lie where in them."""

@@ -1,1 +1,1 @@
-"""Room: cpu."""
+"""The built-in reference backend: plain PyTorch on the processor, row-invariant."""

@@ -1,1 +1,1 @@
-"""Room: sampling."""
+"""What a request asks of the sampler, and the noise that its draws use."""

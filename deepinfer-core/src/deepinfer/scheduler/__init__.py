@@ -1,1 +1,1 @@
-"""Room: scheduler."""
+"""Which rows run in the next step and who holds which memory (NumPy only, no torch)."""

@@ -1,1 +1,1 @@
-"""Room: models/deepseek_v41."""
+"""The DeepSeek-V4.1 family: config, topology, checkpoint map, weights and graph."""
