@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from deepinfer.cache.pool import PagePool, PoolError, SlotPool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from deepinfer.cache.pool import PagePool, PoolError, SlotPool
 
 
 class PagePoolMachine(RuleBasedStateMachine):

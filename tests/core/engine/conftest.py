@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from deepinfer.engine.build import build_engine
 from deepinfer.engine.loader import LoadedModel, ModelTraits
 from deepinfer.ops import metadata, sampling
 from deepinfer.ops.metadata import StepInputs
 from deepinfer.settings import Settings
-from torch import Tensor
 
 VOCAB = 37
 EOS = 1

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deepinfer.errors import CapacityError, EngineDead, RequestFailed
-from deepinfer.sampling.params import SamplingParams
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from deepinfer.errors import CapacityError, EngineDead, RequestFailed
+from deepinfer.sampling.params import SamplingParams
 
 ARRIVALS = st.fixed_dictionaries(
     {

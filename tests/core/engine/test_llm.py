@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from deepinfer import LLM, RequestOutput, SamplingParams
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.errors import CapacityError, ConfigError, EngineDead, InvalidRequest, RequestFailed
@@ -16,6 +17,8 @@ from deepinfer.settings import Settings
 
 class LetterCodec:
     """Ids 6.. are the letters a..z; everything else is special."""
+
+    bos_id: int | None = None
 
     def encode_text(self, text: str) -> list[int]:
         return [6 + ord(letter) - ord("a") for letter in text]
@@ -66,6 +69,17 @@ def test_official_names_and_single_prompts(fake_model: Any) -> None:
     assert texts == [texts[0]] * 4
     assert both[0].prompt == "abc"
     assert llm.generate([], GREEDY) == []
+
+
+def test_texts_begin_with_the_begin_token(fake_model: Any) -> None:
+    codec = LetterCodec()
+    codec.bos_id = 3
+    llm = make_llm(fake_model, codec)
+    prompts = ["ab", [6, 7], ""]
+    assert [out.prompt_token_ids for out in llm.generate(prompts, GREEDY)] == [[3, 6, 7], [6, 7], []]
+    plain = llm.generate(prompts, GREEDY, add_bos=False)
+    assert [out.prompt_token_ids for out in plain] == [[6, 7], [6, 7], []]
+    assert str(plain[2].error) == "prompt: the prompt is empty; give at least one token"
 
 
 def test_special_tokens_in_text(fake_model: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from deepinfer.engine.runner import history_length, pack_plan
 from deepinfer.ops.contract import CONTRACTS
 from deepinfer.ops.metadata import PlanTensors, SlotRecords, StepInputs, commit_step, expand_plan

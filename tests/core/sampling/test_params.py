@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from deepinfer.errors import InvalidRequest
 from deepinfer.sampling.params import SamplingParams
 

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepinfer.sampling import rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
+from deepinfer.sampling import rng
 
 U32 = st.integers(0, 2**32 - 1)
 

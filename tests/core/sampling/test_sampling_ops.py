@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepinfer.ops import sampling
-from deepinfer.ops.contract import CONTRACTS
-from deepinfer.ops.sampling import apply_filters, sample_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from deepinfer.ops import sampling
+from deepinfer.ops.contract import CONTRACTS
+from deepinfer.ops.sampling import apply_filters, sample_rows
 
 STEP = CONTRACTS["sample_step"].compose(SimpleNamespace(apply_filters=apply_filters, sample_rows=sample_rows))
 CALLS = {"apply_filters": apply_filters, "sample_rows": sample_rows, "sample_step": STEP}

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from deepinfer.cache.pool import PagePool, SlotPool
 from deepinfer.errors import CapacityError, ConfigError, InvalidRequest
 from deepinfer.scheduler.request import FinishReason, Request, RequestState, SamplingRow
 from deepinfer.scheduler.scheduler import ScheduledStep, Scheduler, SchedulerConfig
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def make(pages: int = 20, **config: Any) -> Scheduler:

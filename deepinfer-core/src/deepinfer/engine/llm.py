@@ -118,6 +118,7 @@ class LLM:
         *,
         prompt_token_ids: Any = None,
         use_tqdm: bool = True,
+        add_bos: bool = True,
         raise_errors: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; blocks until all have ended.
@@ -131,6 +132,8 @@ class LLM:
             sampling_params: for all prompts, or one entry for each; a dict is taken as keyword arguments.
             prompt_token_ids: token ids instead of, or beside, texts (then the texts are only reported back).
             use_tqdm: show progress on a terminal.
+            add_bos: begin the ids of texts with the begin-of-sequence token, as the model was trained; ids that the
+                caller gives are never changed. Special tokens spelled in a text are plain text.
             raise_errors: None: True for a single prompt that is not in a list, else False.
 
         Returns:
@@ -146,7 +149,7 @@ class LLM:
             items, single = split_prompts(prompts, prompt_token_ids)
             params = spread_params(sampling_params, len(items))
             strict = single if raise_errors is None else raise_errors
-            tickets = [self._check(item, given) for item, given in zip(items, params, strict=True)]
+            tickets = [self._check(item, given, add_bos) for item, given in zip(items, params, strict=True)]
             if strict:
                 _raise_first(ticket.output.error for ticket in tickets)
             running = {ticket.output.request_id: ticket for ticket in tickets if ticket.output.error is None}
@@ -161,7 +164,7 @@ class LLM:
                 _raise_first(ticket.output.error for ticket in tickets)
             return [ticket.output for ticket in tickets]
 
-    def _check(self, item: Prompt, params: Any) -> _Ticket:
+    def _check(self, item: Prompt, params: Any, add_bos: bool) -> _Ticket:
         """Validate one request; what is wrong with it goes into its output."""
         output = RequestOutput(str(self._next_id), item.text, [], numerics_id=self.numerics_id)
         self._next_id += 1
@@ -169,7 +172,7 @@ class LLM:
         traits = self._core.runner.traits
         try:
             ticket.params = check_params(params, traits)
-            ids = self._encode(item.text) if item.token_ids is None else item.token_ids
+            ids = self._encode(item.text, add_bos) if item.token_ids is None else item.token_ids
             ticket.prompt = check_prompt(ids, traits, self.max_model_len)
             output.prompt_token_ids = ticket.prompt.tolist()
             ticket.max_tokens = output_limit(ticket.params, ticket.prompt.size, self.max_model_len)
@@ -208,11 +211,13 @@ class LLM:
         completion.stop_reason = generation.stop_reason
         completion.text = self._decode(generation.token_ids, generation.params.skip_special_tokens)
 
-    def _encode(self, text: str | None) -> list[int]:
+    def _encode(self, text: str | None, add_bos: bool) -> list[int]:
         codec = self._codec
         if codec is None:
             raise InvalidRequest(CODEC_ADVICE, field="prompt")
-        return codec.encode_text(text)
+        ids = codec.encode_text(text)
+        bos = getattr(codec, "bos_id", None)
+        return [bos, *ids] if add_bos and bos is not None and ids else ids
 
     def _decode(self, ids: list[int], skip_special: bool) -> str:
         return "" if self._codec is None else self._codec.decode(ids, skip_special=skip_special)
