@@ -27,7 +27,7 @@ from deepinfer.models.deepseek_v41.tensors import expected_tensors
 __all__ = ["FORMAT_VERSION", "PRESETS", "make_checkpoint", "preset_config", "write_checkpoint"]
 
 PRESETS = ("tiny", "small", "wide")
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever the same preset and seed give other bytes, so that cached checkpoints are made anew."""
 
 _SHARD_BYTES = 2 << 30
