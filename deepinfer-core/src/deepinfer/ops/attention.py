@@ -93,6 +93,7 @@ class Projected:
 @composite(
     uses=("linear", "linear_accumulate", "rms_norm", "quantise_rows", "rope", "pack_rows"),
     tolerance=Tolerance(rtol=2e-5, flip_share=1e-3),
+    activations=("rows",),
 )
 def qkv_project(kernels: Any) -> Callable[..., Projected]:
     """All projections of the normed hidden: queries, window row, indexer and compressor inputs.
@@ -144,7 +145,12 @@ def _attend_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
             yield Sample("large scores", {**arguments, "scale": 30.0}, ("query", "keys", "valid"))
 
 
-@op(samples=_attend_samples, determinism=Determinism.RUN_TO_RUN, tolerance=Tolerance(rtol=5e-6, bf16_rtol=1.6e-2))
+@op(
+    samples=_attend_samples,
+    determinism=Determinism.RUN_TO_RUN,
+    tolerance=Tolerance(rtol=5e-6, bf16_rtol=1.6e-2),
+    activations=("query", "keys"),
+)
 def attend(query: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, scale: float) -> Tensor:
     """One softmax over a row's keys, which are values too; the sink joins the denominator only.
 
@@ -171,6 +177,7 @@ def attend(query: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, scale: floa
     uses=("gather_window", "unpack_rows", "gather_entries", "attend"),
     determinism=Determinism.RUN_TO_RUN,
     tolerance=Tolerance(rtol=5e-6, bf16_rtol=1.6e-2),
+    activations=("query",),
 )
 def sparse_attention(kernels: Any) -> Callable[..., Tensor]:
     """Attention of each row over its window and its picked entries.
@@ -222,6 +229,7 @@ def sparse_attention(kernels: Any) -> Callable[..., Tensor]:
 @composite(
     uses=("rope", "grouped_linear", "quantise_rows", "linear"),
     tolerance=Tolerance(rtol=2e-5, flip_share=1e-3),
+    activations=("attended",),
 )
 def attention_output(kernels: Any) -> Callable[..., Tensor]:
     """Undo the rotation that rides in the values, then the grouped and the final output linear.

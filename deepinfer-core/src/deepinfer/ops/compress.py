@@ -174,6 +174,7 @@ def group_entries(positions: Tensor, ratio: int) -> Tensor:
         "store_index_keys",
     ),
     mutates=("cache",),
+    activations=("dtype",),
 )
 def compress_entries(kernels: Any) -> Callable[..., None]:
     """Turn completed groups into entries and index keys and store them.

@@ -34,7 +34,8 @@ class Tolerance:
         rtol: allowed |out - ref| relative to the largest |ref| of the array, for float32 inputs.
         bf16_rtol: the same for bfloat16 inputs.
         flip_share: for quantised outputs, the largest share of codes that may lie one step off, and only where the
-            float64 value lies within 2 ulp of a rounding boundary.
+            float64 value lies within 2 ulp of a rounding boundary. Above 0 it also says that the operation quantises
+            inside: a few rows may then hold a flipped code and deviate by up to its step.
     """
 
     rtol: float = 2e-6
@@ -54,11 +55,16 @@ class Sample:
         label: what is special about it ("empty", "padding rows", "extreme values", ...).
         kwargs: arguments of the call; tensors on the CPU, moved to the device by the caller.
         row_args: names of the arguments whose first dimension is the row, for row-invariance tests.
+        unread: what no result may depend on: a mask over the leading dimensions of an argument (dotted name for a
+            field), True where a test may put poison.
+        idle_rows: mask of rows whose results are undefined.
     """
 
     label: str
     kwargs: dict[str, Any]
     row_args: tuple[str, ...] = ()
+    unread: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    idle_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,9 @@ class OpContract:
         tolerance: against float64.
         determinism: class of the *contract*; a kernel may promise more, never less.
         mutates: names of arguments written in place.
+        activations: dotted names of arguments in the compute dtype (of a `torch.dtype` argument: that is the compute
+            dtype). Every other floating argument is in the accumulate dtype, weights apart.
+        aliases: names of arguments whose memory a result may share.
         summary: first line of the reference's docstring.
     """
 
@@ -87,6 +96,8 @@ class OpContract:
     tolerance: Tolerance
     determinism: Determinism
     mutates: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     summary: str = ""
     doc: str = field(default="", repr=False)
 
@@ -103,6 +114,8 @@ def _declare(
     tolerance: Tolerance,
     determinism: Determinism,
     mutates: tuple[str, ...],
+    activations: tuple[str, ...],
+    aliases: tuple[str, ...],
 ) -> None:
     name = function.__name__
     if name in CONTRACTS:
@@ -118,6 +131,8 @@ def _declare(
         tolerance=tolerance,
         determinism=determinism,
         mutates=mutates,
+        activations=activations,
+        aliases=aliases,
         summary=doc.strip().splitlines()[0] if doc.strip() else "",
         doc=doc,
     )
@@ -129,6 +144,8 @@ def op(
     tolerance: Tolerance = Tolerance(),
     determinism: Determinism = Determinism.ROW_INVARIANT,
     mutates: tuple[str, ...] = (),
+    activations: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare a small operation; the decorated plain-PyTorch function is its reference."""
 
@@ -141,6 +158,8 @@ def op(
             tolerance=tolerance,
             determinism=determinism,
             mutates=mutates,
+            activations=activations,
+            aliases=aliases,
         )
         return function
 
@@ -154,6 +173,8 @@ def composite(
     tolerance: Tolerance = Tolerance(),
     determinism: Determinism = Determinism.ROW_INVARIANT,
     mutates: tuple[str, ...] = (),
+    activations: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Any], Callable[..., Any]]], Callable[[Any], Callable[..., Any]]]:
     """Declare a large operation; the decorated function takes a kernel table and returns the reference.
 
@@ -169,6 +190,8 @@ def composite(
             tolerance=tolerance,
             determinism=determinism,
             mutates=mutates,
+            activations=activations,
+            aliases=aliases,
         )
         return function
 

@@ -90,7 +90,7 @@ def _mean_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
         yield Sample(label, {"streams": normal(generator, rows, 4, d)}, ("streams",))
 
 
-@op(samples=_mean_samples)
+@op(samples=_mean_samples, activations=("streams",))
 def stream_mean(streams: Tensor) -> Tensor:
     """Mean over the streams, the drafter's view of a target layer: [T, m, d] -> [T, d], one rounding."""
     wide = streams.to(accumulate_dtype(streams.dtype))
@@ -122,7 +122,7 @@ def _confidence_samples(size: SampleSize, generator: torch.Generator) -> Iterato
         yield Sample(label, arguments, ("hidden", "markov"))
 
 
-@op(samples=_confidence_samples, tolerance=Tolerance(rtol=5e-6, bf16_rtol=5e-6))
+@op(samples=_confidence_samples, tolerance=Tolerance(rtol=5e-6, bf16_rtol=5e-6), activations=("hidden", "markov"))
 def draft_confidence(hidden: Tensor, markov: Tensor, weight: Tensor) -> Tensor:
     """Confidence logit of a draft: <weight, hidden ++ markov> in the accumulate dtype.
 
@@ -140,6 +140,7 @@ def draft_confidence(hidden: Tensor, markov: Tensor, weight: Tensor) -> Tensor:
     uses=("linear", "rms_norm", "quantise_rows", "rope", "pack_rows", "commit_window"),
     tolerance=Tolerance(rtol=2e-5, flip_share=1e-3),
     mutates=("rings",),
+    activations=("features",),
 )
 def draft_main_keys(kernels: Any) -> Callable[..., None]:
     """Feed target features into the stage rings.
@@ -182,6 +183,7 @@ def draft_main_keys(kernels: Any) -> Callable[..., None]:
         "rope_angles",
     ),
     determinism=Determinism.RUN_TO_RUN,
+    activations=("weights.embedding", "weights.markov_embedding"),
 )
 def draft_block(kernels: Any) -> Callable[..., DraftResult]:
     """Draft one block per sequence.

@@ -26,7 +26,7 @@ def _embedding_samples(size: SampleSize, generator: torch.Generator) -> Iterator
     yield Sample("padding rows", {"ids": torch.tensor([-1, 0, vocab - 1, -1]), "table": table}, ("ids",))
 
 
-@op(samples=_embedding_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
+@op(samples=_embedding_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0), activations=("table",))
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """Rows of the embedding table; -1 gives a row of zeros.
 
@@ -49,7 +49,7 @@ def _head_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
         yield Sample(label, {"hidden": normal(generator, rows, d), "weight": weight}, ("hidden",))
 
 
-@composite(uses=("linear_accumulate",), samples=_head_samples)
+@composite(uses=("linear_accumulate",), samples=_head_samples, activations=("hidden",))
 def lm_head(kernels: Any) -> Callable[[Tensor, DenseWeight], Tensor]:
     """Logits in the accumulate dtype: (hidden [S, d] normed, weight [V, d]) -> [S, V], in blocks of rows."""
     linear_accumulate = kernels.linear_accumulate

@@ -111,7 +111,7 @@ def _gather_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
         yield Sample(label, {"table": table, "ids": ids, "dtype": torch.float32}, ("ids",))
 
 
-@op(samples=_gather_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
+@op(samples=_gather_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0), activations=("dtype",))
 def engram_gather(table: EngramTable, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Exact values of table rows, side by side.
 
@@ -139,7 +139,7 @@ def _gate_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
     yield Sample("zero key", {**zero_key, "live": live, **fixed}, ("streams", "key_value", "live"))
 
 
-@op(samples=_gate_samples, tolerance=Tolerance(rtol=1e-5))
+@op(samples=_gate_samples, tolerance=Tolerance(rtol=1e-5), activations=("streams", "key_value"))
 def engram_gate(streams: Tensor, key_value: Tensor, gate: Tensor, live: Tensor, norm_eps: float) -> Tensor:
     """Add the looked-up value to every stream, gated by a normalised dot product of stream and key.
 
@@ -185,6 +185,7 @@ def _inject_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
     uses=("engram_gather", "quantise_rows", "linear", "engram_gate"),
     samples=_inject_samples,
     tolerance=Tolerance(rtol=2e-5, flip_share=1e-3),
+    activations=("streams",),
 )
 def engram_inject(kernels: Any) -> Callable[[Tensor, Tensor, Tensor, EngramWeights], Tensor]:
     """Add n-gram memory to the streams: (streams [T, m, d], ids [T, columns], live [T], weights) -> [T, m, d]."""

@@ -111,6 +111,7 @@ def _mixes_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
     uses=("linear_accumulate", "mixes_from_logits"),
     samples=_mixes_samples,
     tolerance=Tolerance(rtol=2e-5, bf16_rtol=2e-5),
+    activations=("streams",),
 )
 def hyper_connection_mixes(kernels: Any) -> Callable[..., Mixes]:
     """Mixes of a sub-layer from the streams before it: one norm and one linear over all streams, then Sinkhorn."""
@@ -139,7 +140,7 @@ def _stream_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
         yield Sample(label, {**arguments, "mixes": _random_mixes(generator, rows)}, ("streams", "branch", "mixes"))
 
 
-@op(samples=_stream_samples)
+@op(samples=_stream_samples, activations=("streams", "branch"))
 def hyper_connection_expand(streams: Tensor, branch: Tensor, mixes: Mixes) -> Tensor:
     """Spread a sub-layer's output: new stream j = post[j] branch + sum_i comb[i, j] stream[i], one rounding.
 
@@ -162,7 +163,7 @@ def _collapse_samples(size: SampleSize, generator: torch.Generator) -> Iterator[
         yield Sample(sample.label, {"streams": sample.kwargs["streams"], "pre": pre}, ("streams", "pre"))
 
 
-@op(samples=_collapse_samples)
+@op(samples=_collapse_samples, activations=("streams",))
 def hyper_connection_collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """Input of a sub-layer: sum_i pre[i] stream[i], one rounding.
 
@@ -210,6 +211,8 @@ def _boundary_samples(size: SampleSize, generator: torch.Generator) -> Iterator[
     ),
     samples=_boundary_samples,
     tolerance=Tolerance(rtol=2e-5, flip_share=1e-3),
+    activations=("streams", "branch"),
+    aliases=("streams",),
 )
 def hyper_connection_boundary(kernels: Any) -> Callable[..., tuple[Tensor, Rows, Mixes]]:
     """Everything between two sub-layers: expand the last one, mix, collapse, norm and quantise for the next.
@@ -242,7 +245,11 @@ def _head_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
         yield Sample(sample.label, arguments, sample.row_args)
 
 
-@composite(uses=("hyper_connection_expand", "hyper_connection_collapse", "rms_norm"), samples=_head_samples)
+@composite(
+    uses=("hyper_connection_expand", "hyper_connection_collapse", "rms_norm"),
+    samples=_head_samples,
+    activations=("streams", "branch"),
+)
 def hyper_connection_head(kernels: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """After the last sub-layer: expand, collapse with its own pre mix, norm.
 

@@ -82,6 +82,7 @@ def _score_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
     samples=_score_samples,
     determinism=Determinism.RUN_TO_RUN,
     tolerance=Tolerance(rtol=5e-6, bf16_rtol=8e-3),
+    activations=("query",),
 )
 def index_scores(kernels: Any) -> Callable[..., Tensor]:
     """Scores sum_h w[h] relu(<q[h], key>) of every visible entry.
@@ -211,6 +212,8 @@ def _best_ascending(scores: Tensor, count: int) -> Tensor:
         "resolve_entries",
     ),
     determinism=Determinism.RUN_TO_RUN,
+    activations=("query", "weights"),
+    aliases=("blocks",),
 )
 def index_select(kernels: Any) -> Callable[..., tuple[Selection, Tensor | None]]:
     """Entries that the rows of an index source attend to.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, op
 from deepinfer.ops.handles import DenseWeight, Rows, accumulate_dtype
-from deepinfer.ops.sample_inputs import RawWeight, fp8_bytes, normal, row_counts
+from deepinfer.ops.sample_inputs import RawWeight, RowsInput, fp8_bytes, normal, row_counts
 
 __all__ = ["grouped_linear", "linear", "linear_accumulate"]
 
@@ -29,14 +29,7 @@ def _linear_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
     yield Sample("wide exponents", {"rows": RowsInput(huge), "weight": fp8}, ("rows",))
 
 
-class RowsInput:
-    """Marks a sample tensor that the caller turns into `Rows` with the `quantise_rows` of the table under test."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-
-@op(samples=_linear_samples, determinism=Determinism.RUN_TO_RUN)
+@op(samples=_linear_samples, determinism=Determinism.RUN_TO_RUN, activations=("rows",))
 def linear(rows: Rows, weight: DenseWeight) -> Tensor:
     """y = x W^T with fp32 sums and one rounding to the compute dtype.
 
@@ -55,7 +48,7 @@ def linear(rows: Rows, weight: DenseWeight) -> Tensor:
     return (x.to(accumulate) @ weight.values.to(accumulate).T).to(x.dtype)
 
 
-@op(samples=_linear_samples, determinism=Determinism.RUN_TO_RUN)
+@op(samples=_linear_samples, determinism=Determinism.RUN_TO_RUN, activations=("rows",))
 def linear_accumulate(rows: Rows, weight: DenseWeight) -> Tensor:
     """y = x W^T kept in the accumulate dtype: router, compressor, hyper-connection mixes and logits.
 
@@ -75,7 +68,7 @@ def _grouped_samples(size: SampleSize, generator: torch.Generator) -> Iterator[S
         yield Sample(label, {"x": normal(generator, rows, groups, k), "weight": weight}, ("x",))
 
 
-@op(samples=_grouped_samples, determinism=Determinism.RUN_TO_RUN)
+@op(samples=_grouped_samples, determinism=Determinism.RUN_TO_RUN, activations=("x",))
 def grouped_linear(x: Tensor, weight: DenseWeight) -> Tensor:
     """Block-diagonal product of the attention output: group g of x meets rows g N .. (g + 1) N of the weight.
 

@@ -167,7 +167,9 @@ def _put(target: Tensor, index: Tensor, values: Tensor | float) -> None:
         return
     safe = index.clamp(min=0)
     valid = (index >= 0).reshape(-1, *[1] * (target.dim() - 1))
-    target[safe] = torch.where(valid, torch.as_tensor(values, dtype=target.dtype, device=target.device), target[safe])
+    # A plain number stays one: made into a tensor it would be copied from host memory, which no graph can capture.
+    wanted = values.to(target.dtype) if isinstance(values, Tensor) else values
+    target[safe] = torch.where(valid, wanted, target[safe])
 
 
 def _plan_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
@@ -246,7 +248,7 @@ def _random_plan(
     )
 
 
-@op(samples=_plan_samples, determinism=Determinism.EXACT, mutates=("records",))
+@op(samples=_plan_samples, determinism=Determinism.EXACT, mutates=("records",), aliases=("records",))
 def expand_plan(
     records: SlotRecords, plan: PlanTensors, row_bucket: int, ring_length: int, ngram_size: int
 ) -> StepInputs:

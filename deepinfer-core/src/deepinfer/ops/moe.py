@@ -13,7 +13,7 @@ from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, c
 from deepinfer.ops.elementary import silu, softplus
 from deepinfer.ops.handles import DenseWeight, ExpertWeights, Rows, accumulate_dtype
 from deepinfer.ops.quant import FP8_BLOCK32, RowFormat, round_rows
-from deepinfer.ops.sample_inputs import RawWeight, fp4_bytes, fp8_bytes, normal, row_counts
+from deepinfer.ops.sample_inputs import RawWeight, RowsInput, fp4_bytes, fp8_bytes, normal, row_counts
 
 __all__ = ["MoeWeights", "expert_ffn", "gated_activation", "moe_block", "moe_combine", "route"]
 
@@ -89,7 +89,7 @@ def _activation_samples(size: SampleSize, generator: torch.Generator) -> Iterato
         yield Sample(f"{label}, no weights", {**arguments, "weights": None}, ("gate_up",))
 
 
-@op(samples=_activation_samples)
+@op(samples=_activation_samples, activations=("gate_up",))
 def gated_activation(gate_up: Tensor, limit: float, weights: Tensor | None) -> Tensor:
     """Clamped SwiGLU: silu(min(gate, limit)) * clamp(up, -limit, limit), times the routing weight if given.
 
@@ -117,8 +117,6 @@ def _raw_experts(generator: torch.Generator, experts: int, width: int, d: int) -
 
 
 def _expert_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    from deepinfer.ops.linear import RowsInput
-
     experts, width, d, k = {"tiny": (4, 64, 64, 2), "odd": (5, 96, 160, 3), "real": (8, 2304, 5120, 6)}[size]
     raw = _raw_experts(generator, experts, width, d)
     for label, rows in row_counts(size):
@@ -134,7 +132,12 @@ def _expert_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
         yield Sample(label, arguments, ("rows", "ids", "weights"))
 
 
-@op(samples=_expert_samples, determinism=Determinism.RUN_TO_RUN, tolerance=Tolerance(rtol=5e-6, flip_share=1e-3))
+@op(
+    samples=_expert_samples,
+    determinism=Determinism.RUN_TO_RUN,
+    tolerance=Tolerance(rtol=5e-6, flip_share=1e-3),
+    activations=("rows",),
+)
 def expert_ffn(
     rows: Rows, ids: Tensor, weights: Tensor, experts: ExpertWeights, limit: float, quantise: bool
 ) -> Tensor:
@@ -170,7 +173,7 @@ def _combine_samples(size: SampleSize, generator: torch.Generator) -> Iterator[S
         yield Sample(label, arguments, ("routed", "shared"))
 
 
-@op(samples=_combine_samples)
+@op(samples=_combine_samples, activations=("routed", "shared"))
 def moe_combine(routed: Tensor, shared: Tensor) -> Tensor:
     """Sum of expert outputs in choice order, then the shared expert, with one rounding.
 
@@ -188,8 +191,6 @@ def moe_combine(routed: Tensor, shared: Tensor) -> Tensor:
 
 
 def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    from deepinfer.ops.linear import RowsInput
-
     experts, width, d, k = {"tiny": (4, 64, 64, 2), "odd": (5, 96, 160, 3), "real": (8, 2304, 5120, 6)}[size]
 
     def fp8(*shapes: tuple[int, int]) -> RawWeight:
@@ -222,6 +223,7 @@ def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
     uses=("linear_accumulate", "route", "expert_ffn", "linear", "gated_activation", "quantise_rows", "moe_combine"),
     samples=_block_samples,
     tolerance=Tolerance(rtol=1e-5, flip_share=1e-3),
+    activations=("rows",),
 )
 def moe_block(kernels: Any) -> Callable[[Rows, MoeWeights, Tensor], Tensor]:
     """Routed and shared experts of a block: (rows [T, d], weights, is_image [T] bool) -> [T, d] compute dtype."""

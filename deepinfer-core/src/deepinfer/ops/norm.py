@@ -24,7 +24,7 @@ def _rms_norm_samples(size: SampleSize, generator: torch.Generator) -> Iterator[
     yield Sample("huge values", {"x": 1e15 * normal(generator, 5, width), "weight": weight, "eps": 1e-20}, ("x",))
 
 
-@op(samples=_rms_norm_samples)
+@op(samples=_rms_norm_samples, activations=("x",))
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension with one rounding at the very end (spec/model 0).
 

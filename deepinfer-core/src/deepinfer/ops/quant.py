@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -55,9 +56,20 @@ def _ceil_power_of_two(value: Tensor) -> tuple[Tensor, Tensor]:
 E8M0_VALUES = torch.tensor([2.0 ** (byte - E8M0_BIAS) for byte in range(255)] + [float("nan")])
 
 
+@cache
+def _e8m0_table(device: torch.device) -> Tensor:
+    """Kept per device: a copy from host memory in every call could not be captured into a graph."""
+    return E8M0_VALUES.to(device)
+
+
+@cache
+def _e2m1_table(device: torch.device) -> Tensor:
+    return torch.cat((E2M1_VALUES, -E2M1_VALUES)).to(device)
+
+
 def exponent_values(scale_bytes: Tensor) -> Tensor:
     """Value 2 ** (byte - 127) of e8m0 bytes as float32; byte 255 is NaN."""
-    return E8M0_VALUES.to(scale_bytes.device)[scale_bytes.to(torch.int64)]
+    return _e8m0_table(scale_bytes.device)[scale_bytes.to(torch.int64)]
 
 
 def _groups(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -76,8 +88,7 @@ def _e2m1_codes(scaled: Tensor) -> Tensor:
 
 def e2m1_values(codes: Tensor) -> Tensor:
     """Values (float32) of e2m1 codes, one code per element."""
-    table = torch.cat((E2M1_VALUES, -E2M1_VALUES)).to(codes.device)
-    return table[codes.to(torch.int64)]
+    return _e2m1_table(codes.device)[codes.to(torch.int64)]
 
 
 def _group_samples(group: int) -> Callable[[SampleSize, torch.Generator], Iterator[Sample]]:
@@ -96,7 +107,7 @@ def _group_samples(group: int) -> Callable[[SampleSize, torch.Generator], Iterat
     return samples
 
 
-@op(samples=_group_samples(32), determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
+@op(samples=_group_samples(32), determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0), activations=("x",))
 def fp8_block32_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """FP8 e4m3 codes with a power-of-two scale per 32 channels (Q8 of spec/model 4.1).
 
@@ -112,7 +123,7 @@ def fp8_block32_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.to(torch.float8_e4m3fn).reshape(x.shape), scale_bytes.squeeze(-1)
 
 
-@op(samples=_group_samples(32), determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
+@op(samples=_group_samples(32), determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0), activations=("x",))
 def fp4_block32_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """FP4 e2m1 codes with a power-of-two scale per 32 channels (Q4i of spec/model 4.1: index queries and keys).
 
@@ -125,7 +136,7 @@ def fp4_block32_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return _e2m1_codes(scaled).reshape(x.shape), scale_bytes.squeeze(-1)
 
 
-@op(samples=_group_samples(16), determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
+@op(samples=_group_samples(16), determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0), activations=("x",))
 def fp4_block16_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """FP4 e2m1 codes with an e4m3 scale per 16 channels (Q4kv of spec/model 4.1: compressed entries).
 
@@ -219,7 +230,13 @@ def _row_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sampl
             )
 
 
-@op(samples=_row_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
+@op(
+    samples=_row_samples,
+    determinism=Determinism.EXACT,
+    tolerance=Tolerance(0.0, 0.0),
+    activations=("x",),
+    aliases=("x",),
+)
 def pack_rows(x: Tensor, row_format: RowFormat) -> Tensor:
     """Quantise rows into the canonical byte layout: codes of all channels, then the scales (spec/model 4.5).
 
@@ -248,7 +265,13 @@ def _unpack_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
         yield Sample(sample.label, {"packed": packed, "row_format": row_format, "dtype": torch.float32}, ("packed",))
 
 
-@op(samples=_unpack_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
+@op(
+    samples=_unpack_samples,
+    determinism=Determinism.EXACT,
+    tolerance=Tolerance(0.0, 0.0),
+    activations=("dtype",),
+    aliases=("packed",),
+)
 def unpack_rows(packed: Tensor, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
     """Exact values of packed rows.
 
@@ -273,7 +296,13 @@ def unpack_rows(packed: Tensor, row_format: RowFormat, dtype: torch.dtype) -> Te
     return (values.unflatten(-1, (-1, group)) * scale[..., None]).flatten(-2).to(dtype)
 
 
-@op(samples=_row_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
+@op(
+    samples=_row_samples,
+    determinism=Determinism.EXACT,
+    tolerance=Tolerance(0.0, 0.0),
+    activations=("x",),
+    aliases=("x",),
+)
 def round_rows(x: Tensor, row_format: RowFormat) -> Tensor:
     """Values of x after the format's quantiser, in the dtype of x: `unpack_rows(pack_rows(x))` without the bytes."""
     return unpack_rows(pack_rows(x, row_format), row_format, x.dtype)
@@ -289,7 +318,12 @@ def _quantise_rows_samples(size: SampleSize, generator: torch.Generator) -> Iter
 
 
 @composite(
-    uses=("round_rows",), samples=_quantise_rows_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0)
+    uses=("round_rows",),
+    samples=_quantise_rows_samples,
+    determinism=Determinism.EXACT,
+    tolerance=Tolerance(0.0, 0.0),
+    activations=("x",),
+    aliases=("x",),
 )
 def quantise_rows(kernels: object) -> Callable[[Tensor, bool], Rows]:
     """Activations in the forms that linears read: plain and, if enabled, FP8-rounded per 32 channels."""

@@ -74,7 +74,7 @@ def _rope_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
             yield Sample(f"{label}, inverse={inverse}", {**arguments, "inverse": inverse}, ("x", "cos", "sin"))
 
 
-@op(samples=_rope_samples, determinism=Determinism.ROW_INVARIANT)
+@op(samples=_rope_samples, determinism=Determinism.ROW_INVARIANT, activations=("x",))
 def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     """Rotate adjacent pairs of the last R components; `inverse` rotates back. Math in fp32, one rounding.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepinfer.ops.contract import SampleSize
 
-__all__ = ["RawWeight", "fp4_bytes", "fp8_bytes", "normal", "row_counts", "uniform_ids"]
+__all__ = ["RawWeight", "RowsInput", "fp4_bytes", "fp8_bytes", "normal", "row_counts", "uniform_ids"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class RawWeight:
     kind: str
     tensors: dict[str, Tensor]
     shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class RowsInput:
+    """Activations [T, C] that the caller turns into `Rows` with the `quantise_rows` of the table under test."""
+
+    values: Tensor
 
 
 def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
@@ -60,8 +67,8 @@ def fp8_bytes(generator: torch.Generator, rows: int, columns: int) -> tuple[Tens
 
 
 def fp4_bytes(generator: torch.Generator, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Random packed e2m1 bytes [rows, columns / 2] int8 and ue8m0 scales per row and 32 columns."""
-    packed = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8).view(torch.int8)
+    """Random packed e2m1 bytes [rows, columns / 2] uint8 and ue8m0 scales per row and 32 columns."""
+    packed = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
     exponent = 127 - 2 - int(torch.tensor(float(columns)).sqrt().log2().round())
     scales = torch.randint(exponent - 1, exponent + 2, (rows, columns // 32), generator=generator, dtype=torch.uint8)
     return packed, scales
