@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.engine.build import build_engine
-from deepinfer.engine.loader import LoadedModel, ModelTraits
+from deepinfer.engine.loader import LoadedModel
+from deepinfer.models.traits import ModelTraits
 from deepinfer.ops import metadata, sampling
 from deepinfer.ops.metadata import StepInputs
 from deepinfer.settings import Settings

@@ -48,8 +48,8 @@ def generate(
         (output,) = llm.generate(given, params)
     completion, metrics = output.outputs[0], output.metrics
     speed = {
-        "prefill": metrics and metrics.prefill_tokens_per_second,
-        "decode": metrics and metrics.decode_tokens_per_second,
+        "prefill": metrics.prefill_tokens_per_second if metrics else None,
+        "decode": metrics.decode_tokens_per_second if metrics else None,
     }
     if as_json:
         typer.echo(json.dumps(_report(str(name), output, speed), ensure_ascii=False))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deepinfer.ops.metadata import StepInputs
     from deepinfer.settings import Settings
 
-__all__ = ["LoadedModel", "ModelTraits", "ServedModel", "StepOps", "load_model"]
+__all__ = ["LoadedModel", "ServedModel", "StepOps", "load_model"]
 
 
 class ForwardResult(Protocol):
