@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from deepinfer.checkpoint import Checkpoint
 from deepinfer.checkpoint.formats import dequantise
+from deepinfer.checkpoint.presets import PRESETS, preset_config
 from deepinfer.checkpoint.random_weights import make_tensors
 from deepinfer.checkpoint.safetensors_writer import file_order, split_shards
-from deepinfer.checkpoint.synthetic import PRESETS, make_checkpoint, preset_config, write_checkpoint
+from deepinfer.checkpoint.synthetic import make_checkpoint, write_checkpoint
 from deepinfer.checkpoint.tokenizer_file import SpecialIds, tokenizer_json
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.models.deepseek_v41.config import parse_config

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepinfer.checkpoint.synthetic import preset_config
+
+from deepinfer.checkpoint.presets import preset_config
 
 DATA = Path(__file__).parent / "data"
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepinfer.checkpoint.synthetic import PRESETS, preset_config
-from deepinfer.errors import CheckpointError, ConfigError
-from deepinfer.models.deepseek_v41.config import ModelConfig, load_config, parse_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from deepinfer.checkpoint.presets import PRESETS, preset_config
+from deepinfer.errors import CheckpointError, ConfigError
+from deepinfer.models.deepseek_v41.config import ModelConfig, load_config, parse_config
 
 REMOVE = object()
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sympy
+
 from deepinfer.checkpoint.synthetic import make_checkpoint
 from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.models.deepseek_v41.config import load_config, parse_config

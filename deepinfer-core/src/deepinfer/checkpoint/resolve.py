@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.checkpoint.synthetic import FORMAT_VERSION, PRESETS, make_checkpoint
+from deepinfer.checkpoint.presets import FORMAT_VERSION, PRESETS
 from deepinfer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ def resolve_model(name: str | Path | None, settings: Settings) -> Path:
 
 def _preset(preset: str, cache_dir: Path) -> Path:
     """The cached synthetic checkpoint; made once even if several processes ask at the same time."""
+    # making one needs the model's tensor table, which is built on this room
+    from deepinfer.checkpoint.synthetic import make_checkpoint
+
     folder = cache_dir.expanduser() / "checkpoints" / f"{preset}-seed{_PRESET_SEED}-v{FORMAT_VERSION}"
     if _is_complete(folder):
         return folder

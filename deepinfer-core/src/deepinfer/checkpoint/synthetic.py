@@ -10,12 +10,12 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepinfer.checkpoint.presets import preset_config
 from deepinfer.checkpoint.random_weights import make_tensors, stem
 from deepinfer.checkpoint.safetensors_writer import file_order, shard_names, split_shards, write_index, write_shard
 from deepinfer.checkpoint.tensor_spec import TensorSpec
@@ -24,21 +24,9 @@ from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.models.deepseek_v41.config import ModelConfig, parse_config
 from deepinfer.models.deepseek_v41.tensors import expected_tensors
 
-__all__ = ["FORMAT_VERSION", "PRESETS", "make_checkpoint", "preset_config", "write_checkpoint"]
-
-PRESETS = ("tiny", "small", "wide")
-FORMAT_VERSION = 2
-"""Raised whenever the same preset and seed give other bytes, so that cached checkpoints are made anew."""
+__all__ = ["make_checkpoint", "write_checkpoint"]
 
 _SHARD_BYTES = 2 << 30
-
-
-def preset_config(preset: str) -> dict[str, Any]:
-    """The `config.json` of a preset; ConfigError for an unknown name."""
-    if preset not in PRESETS:
-        raise ConfigError(f"{preset!r} is not a preset; choose one of {', '.join(PRESETS)}", field="preset")
-    text = resources.files("deepinfer.checkpoint").joinpath(f"presets/{preset}.json").read_text(encoding="utf-8")
-    return json.loads(text)
 
 
 def make_checkpoint(
