@@ -199,6 +199,15 @@ def test_codecs_in_order_and_first_result(workshop):
     assert make(Path("d"), "other", Path("t")) == "generic"
 
 
+def test_codec_failure_names_the_plugin_and_tries_no_other(workshop):
+    workshop.load("def deepinfer_make_codec(): return 'never'", "generic")
+    workshop.load("def deepinfer_make_codec(): raise OSError('torn file')", "special", "special-dist")
+    with pytest.raises(
+        PluginError, match=r"plugin special \(special-dist\): deepinfer_make_codec raised OSError: torn file"
+    ):
+        workshop.host.make_codec(Path("d"), "v41", Path("t"))
+
+
 def test_model_clash_and_unknown_architecture(workshop):
     source = """
     from deepinfer.api.descriptor import ModelDescriptor

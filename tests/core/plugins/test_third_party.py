@@ -55,6 +55,7 @@ def create_backend():
 
 RUN = """
 import json, sys, torch
+from pathlib import Path
 from deepinfer.backend.kernels import KernelTable, all_contracts
 from deepinfer.plugins.host import default_host
 from deepinfer.plugins.selection import select_backend
@@ -72,11 +73,29 @@ for _ in range(100):
     table.rms_norm(x, weight, 1e-20)
     table.quantise_rows(x.repeat(1, 4), True)
 seen = len(pluggy_calls)
-host.make_codec("d", "no such model", "t")
+host.make_codec(Path("d"), "no such model", Path("t"))
 from acme_plugin.backend import calls, rms_norm
 print(json.dumps({
     "name": backend.name, "because": selection.because, "calls": calls["rms_norm"],
     "plain": vars(table)["rms_norm"] is rms_norm, "pluggy_calls": seen, "monitor_works": len(pluggy_calls) > seen,
+}))
+"""
+
+GENERATE = """
+import json
+from deepinfer import LLM, SamplingParams
+from deepinfer.plugins.host import default_host
+
+llm = LLM(model="tiny", max_model_len=64, max_num_seqs=2)
+from acme_plugin.backend import calls
+before = calls["rms_norm"]
+pluggy_calls = []
+default_host().manager.add_hookcall_monitoring(lambda *call: pluggy_calls.append(call[0]), lambda *call: None)
+outputs = llm.generate([[5, 6, 7], [8, 9]], SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
+print(json.dumps({
+    "tokens": [len(output.outputs[0].token_ids) for output in outputs],
+    "called": calls["rms_norm"] > before,
+    "pluggy_calls": pluggy_calls,
 }))
 """
 
@@ -108,8 +127,14 @@ class Site:
         path = [str(self.folder), self.environment.get("PYTHONPATH", "")]
         self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
 
-    def install(self, name: str, files: dict[str, str], entry_point: str, version: str = "1.0") -> None:
+    def install(
+        self, name: str, files: dict[str, str], entry_point: str, version: str = "1.0", *, pip: bool = False
+    ) -> None:
+        """Install a generated wheel: with pip, or by unpacking it, which leaves the same files in less time."""
         wheel = make_wheel(self.wheels, name, files, entry_point, version)
+        if not pip:
+            zipfile.ZipFile(wheel).extractall(self.folder)
+            return
         options = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", "--target", str(self.folder)]
         subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
 
@@ -131,7 +156,7 @@ def site(tmp_path):
 @pytest.fixture
 def acme(site):
     files = {"descriptor.py": DESCRIPTOR.format(package="acme_plugin"), "backend.py": HEAVY}
-    site.install("acme-plugin", files, "acme")
+    site.install("acme-plugin", files, "acme", pip=True)
     return site
 
 
@@ -153,6 +178,12 @@ def test_plugin_is_found_selected_and_called_without_pluggy(acme):
         "monitor_works": True,
     }
     assert "DEEPINFER_ACME_SPEED" not in done.stderr
+
+
+def test_public_api_generates_with_the_kernel_of_the_plugin(acme, tmp_path):
+    done = acme.python("-c", GENERATE, DEEPINFER_ACCELERATOR="acme", DEEPINFER_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"tokens": [4, 4], "called": True, "pluggy_calls": []}
 
 
 def test_plugin_in_the_command_line(acme):
@@ -185,8 +216,6 @@ def test_twin_that_cannot_be_imported(acme):
     assert row["status"] == "failed"
     assert "plugin 'twin' of twin-plugin 2.5" in row["error"]
     assert "No module named 'library_that_is_gone'" in row["error"]
-    listed = acme.deepinfer("backends")
-    assert "FAILED" in listed.stdout.upper()
     assert json.loads(acme.python("-c", RUN, DEEPINFER_ACCELERATOR="acme").stdout)["calls"] == 100
     asked = acme.python("-c", RUN, DEEPINFER_ACCELERATOR="twin")
     assert "PluginError: accelerator 'twin' was asked for, but plugin 'twin' of twin-plugin 2.5" in asked.stderr
@@ -203,7 +232,6 @@ def test_twin_whose_heavy_module_cannot_be_imported(site):
     assert done.returncode != 0
     assert "PluginError: 'acme' of acme-plugin 3.1: importing acme_plugin.backend:create_backend failed" in done.stderr
     assert "No module named 'library_that_is_gone'" in done.stderr
-    assert site.deepinfer("doctor").returncode == 1
 
 
 def test_twin_of_another_api_major(site):
@@ -240,7 +268,6 @@ def test_twin_whose_probe_raises(site):
     assert "DEEPINFER_ACCELERATOR=cpu" in automatic.stderr
     shown = site.deepinfer("backends", "info", "acme", "--json")
     assert json.loads(shown.stdout)["status"] == "error"
-    assert site.deepinfer("doctor").returncode == 1
     forced = site.deepinfer("backends", "list", "--json", DEEPINFER_ACCELERATOR="cpu")
     assert json.loads(forced.stdout)["selection"]["selected"] == "cpu"
 

@@ -28,7 +28,7 @@ from deepinfer.api.descriptor import (
     ObserverDescriptor,
     Probe,
 )
-from deepinfer.errors import ConfigError, PluginError
+from deepinfer.errors import ConfigError, DeepInferError, PluginError
 from deepinfer.plugins import hookspecs
 from deepinfer.plugins.registry import CORE_DISTRIBUTION, Origin, Registered, Registry
 
@@ -172,10 +172,9 @@ class PluginHost:
             raise
 
     def _call_registration(self, module: ModuleType, hook: str, registry: Registry[Any], origin: Origin) -> None:
-        others = [plugin for plugin in self.manager.get_plugins() if plugin is not module]
         registry.begin(origin)
         try:
-            self.manager.subset_hook_caller(hook, others)(registry=registry)
+            self._only(module, hook)(registry=registry)
         finally:
             registry.end()
 
@@ -254,10 +253,30 @@ class PluginHost:
     def make_codec(
         self, model_dir: Path, model_type: str, tokenizer_json: Path, served_names: tuple[str, ...] = ()
     ) -> Any:
-        """The first codec that a plugin builds for a checkpoint; None if no plugin serves it."""
-        return self.manager.hook.deepinfer_make_codec(
-            model_dir=model_dir, model_type=model_type, tokenizer_json=tokenizer_json, served_names=served_names
-        )
+        """The first codec that a plugin builds for a checkpoint; None if no plugin serves it.
+
+        Raises:
+            PluginError: a plugin that was asked failed; no other is tried, for the text would silently differ.
+        """
+        for implementation in reversed(self.manager.hook.deepinfer_make_codec.get_hookimpls()):
+            try:
+                codec = self._only(implementation.plugin, "deepinfer_make_codec")(
+                    model_dir=model_dir, model_type=model_type, tokenizer_json=tokenizer_json, served_names=served_names
+                )
+            except DeepInferError:
+                raise
+            except Exception as error:
+                raise PluginError(
+                    f"plugin {implementation.plugin_name}: deepinfer_make_codec raised {type(error).__name__}: {error}"
+                ) from error
+            if codec is not None:
+                return codec
+        return None
+
+    def _only(self, plugin: Any, hook: str) -> Any:
+        """Caller of a hook for one plugin alone."""
+        others = [other for other in self.manager.get_plugins() if other is not plugin]
+        return self.manager.subset_hook_caller(hook, others)
 
     def extend_cli(self, app: Any) -> list[PluginRecord]:
         """Let every plugin add commands; one that fails is skipped, reported in the log and returned."""
@@ -266,9 +285,8 @@ class PluginHost:
             module = self.manager.get_plugin(f"{record.origin.entry_point} ({record.origin.distribution})")
             if module is None:
                 continue
-            others = [plugin for plugin in self.manager.get_plugins() if plugin is not module]
             try:
-                self.manager.subset_hook_caller("deepinfer_extend_cli", others)(app=app)
+                self._only(module, "deepinfer_extend_cli")(app=app)
             except Exception as error:
                 _logger.warning("%s: deepinfer_extend_cli raised %s: %s", record.origin, type(error).__name__, error)
                 failed.append(record)
