@@ -120,7 +120,10 @@ def load_model(name: str | Path | None, settings: Settings) -> LoadedModel:
     architectures = config.get("architectures") or ["(none)"]
     entry = host.model_for(str(architectures[0]))
     runtime = backend.runtime()
-    apply_process_settings(backend.process_settings(settings.numerics()), owner=f"an engine on {backend.name!r}")
+    wanted = dict(backend.process_settings(settings.numerics()))
+    if settings.num_threads is not None:
+        wanted["num_threads"] = settings.num_threads
+    apply_process_settings(wanted, owner=f"an engine on {backend.name!r}")
     budget = int(runtime.memory_info().free * settings.memory_utilization)
     model = import_factory(entry)(path, backend, settings)
     codec = host.make_codec(path, str(config.get("model_type", "")), path / "tokenizer.json", (str(name or path.name),))
