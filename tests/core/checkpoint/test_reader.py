@@ -108,3 +108,19 @@ def test_every_tensor_of_a_made_checkpoint_can_be_mapped(tiny_sharded: Path) -> 
     checkpoint = Checkpoint.open(tiny_sharded)
     tensors = checkpoint.read(checkpoint.names)
     assert all(same_bytes(checkpoint.mmap(name), tensors[name]) for name in checkpoint.names)
+
+
+def test_reads_into_given_buffers(tiny_single: Path) -> None:
+    checkpoint = Checkpoint.open(tiny_single)
+    names = ["embed.weight", "layers.0.attn.attn_sink", "layers.0.attn.wq_a.weight"]
+    staging = torch.zeros(checkpoint.location(names[0]).entry.nbytes, dtype=torch.uint8)
+    sink = torch.zeros(8)
+    tensors = checkpoint.read(names, into={names[0]: staging, names[1]: sink})
+    assert tensors[names[0]].data_ptr() == staging.data_ptr()
+    assert tensors[names[0]].shape == (512, 256)
+    assert torch.equal(tensors[names[1]], sink)
+    expected = load_file(tiny_single / "model.safetensors")
+    assert all(same_bytes(tensors[name], expected[name]) for name in names)
+    for wrong in (torch.zeros(7), torch.zeros(2, 8)[:, ::2], torch.zeros(8, device="meta")):
+        with pytest.raises(ValueError, match="attn_sink needs a contiguous CPU buffer of 32 bytes"):
+            checkpoint.read([names[1]], into={names[1]: wrong})

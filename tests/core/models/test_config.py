@@ -107,6 +107,7 @@ BAD_VALUES = [
     (T + "rope_scaling.factor", 0.5, T + "rope_scaling.factor"),
     (T + "rope_scaling.mscale", 1.0, T + "rope_scaling.mscale"),
     (T + "rope_scaling", 16, T + "rope_scaling"),
+    (T + "rope_scaling", REMOVE, T + "rope_scaling"),
     (T + "compress_ratios", REMOVE, T + "compress_ratios"),
     (T + "compress_ratios", "none", T + "compress_ratios"),
     (T + "engram_pad_token_id", 512, T + "engram_pad_token_id"),
@@ -153,6 +154,7 @@ BAD_VALUES = [
     # vision
     ("vision_config.num_attention_heads", 3, "vision_config.hidden_size"),
     ("vision_config.patch_size", 0, "vision_config.patch_size"),
+    ("vision_config.dtype", "float16", "vision_config.dtype"),
 ]
 
 
@@ -208,6 +210,13 @@ def test_optional_keys(raw: dict[str, Any]) -> None:
     config = parse_config(raw)
     assert config.use_fp4_sparse_kv is False
     assert config.vision is None
+
+
+def test_plain_frequencies_are_said_not_assumed(raw: dict[str, Any]) -> None:
+    raw["text_config"]["rope_scaling"] = None
+    assert parse_config(raw).rope_scaling is None
+    newer = newer_spelling(raw | {"text_config": {**raw["text_config"], "rope_scaling": {"rope_type": "default"}}})
+    assert parse_config(newer).rope_scaling is None
 
 
 def test_flat_inference_config_gets_a_clear_error() -> None:

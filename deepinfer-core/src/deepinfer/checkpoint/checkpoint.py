@@ -100,15 +100,28 @@ class Checkpoint:
             )
 
     def read(
-        self, names: Iterable[str], *, progress: Callable[[int], None] | None = None
+        self,
+        names: Iterable[str],
+        *,
+        progress: Callable[[int], None] | None = None,
+        into: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Read raw tensors: planned, coalesced, in parallel, with one copy.
 
-        F8_E4M3 comes as float8_e4m3fn, F8_E8M0 and I8 as uint8, BF16 and F32 as such. `progress` gets the bytes of
-        each finished request.
+        F8_E4M3 comes as float8_e4m3fn, F8_E8M0 and I8 as uint8, BF16 and F32 as such.
+
+        Args:
+            names: which tensors.
+            progress: gets the bytes of each finished request; never called from two threads at once.
+            into: contiguous CPU buffers (pinned, say) of exactly the right bytes, by name; the results are views of
+                them.
+
+        Raises:
+            CheckpointError: no such tensor, or a file cannot be read or ended early.
+            ValueError: a buffer of `into` does not fit its tensor.
         """
         locations = [self.location(name) for name in dict.fromkeys(names)]
-        return read_tensors(locations, threads=self._threads, stats=self.stats, progress=progress)
+        return read_tensors(locations, threads=self._threads, stats=self.stats, progress=progress, into=into)
 
     def mmap(self, name: str) -> torch.Tensor:
         """A read-only view of the file's bytes without a copy; pages are read when touched. Writing to it crashes.

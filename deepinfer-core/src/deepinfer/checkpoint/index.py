@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -98,6 +99,9 @@ def _collect(
 ) -> dict[str, Location]:
     """Join the index with the headers; both must name the same tensors in the same files."""
     tensors: dict[str, Location] = {}
+    promised: dict[str, list[str]] = defaultdict(list)
+    for name, file in (weight_map or {}).items():
+        promised[file].append(name)
     for header in headers:
         file = header.path.name
         for raw_name, entry in header.entries.items():
@@ -110,7 +114,7 @@ def _collect(
                 problems.append(f"{name}: present with and without the prefix {_PREFIX!r}; keep one")
                 continue
             tensors[name] = Location(name, header.path, entry)
-        if weight_map is not None and not header.problems:
-            absent = [name for name, owner in weight_map.items() if owner == file and name not in header.entries]
+        if not header.problems:
+            absent = [name for name in promised[file] if name not in header.entries]
             problems += [f"{file}: the index promises {name} but the file lacks it" for name in absent]
     return tensors

@@ -57,9 +57,21 @@ class ReadRequest:
         return sum(view.nbytes for view in self.views)
 
 
-def allocate(locations: Iterable[Location]) -> dict[str, torch.Tensor]:
-    """An uninitialised uint8 buffer per tensor, of exactly its bytes."""
-    return {item.name: torch.empty(item.entry.nbytes, dtype=torch.uint8) for item in locations}
+def allocate(locations: Iterable[Location], into: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A uint8 buffer per tensor, of exactly its bytes: the caller's where `into` has one, else uninitialised."""
+    buffers = {}
+    for item in locations:
+        given = into.get(item.name)
+        if given is None:
+            buffers[item.name] = torch.empty(item.entry.nbytes, dtype=torch.uint8)
+            continue
+        if given.device.type != "cpu" or not given.is_contiguous() or given.nbytes != item.entry.nbytes:
+            raise ValueError(
+                f"{item.name} needs a contiguous CPU buffer of {item.entry.nbytes} bytes; got {given.nbytes} bytes on "
+                f"{given.device}"
+            )
+        buffers[item.name] = given.view(-1).view(torch.uint8)
+    return buffers
 
 
 def typed(buffer: torch.Tensor, location: Location) -> torch.Tensor:
@@ -102,14 +114,16 @@ def read_tensors(
     threads: int,
     stats: ReadStats,
     progress: Callable[[int], None] | None = None,
+    into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read whole tensors; each lands in a buffer of its own, copied once by the kernel.
 
     Raises:
         CheckpointError: a file ended early or could not be read.
+        ValueError: a buffer of `into` does not fit its tensor.
     """
     began = time.perf_counter()
-    buffers = allocate(locations)
+    buffers = allocate(locations, into or {})
     requests = plan_reads(locations, buffers)
     files = _Files()
     lock = threading.Lock()

@@ -135,7 +135,10 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
     values = fields.read_values(text, fields.TEXT, "text_config.")
     values |= fields.read_values(top, fields.TOP_LEVEL, "")
-    values["rope_scaling"] = _rope_scaling(text.get("rope_scaling"))
+    if "rope_scaling" not in text:
+        raise ConfigError("missing; give the yarn parameters, or null for plain frequencies",
+                          field="text_config.rope_scaling")
+    values["rope_scaling"] = _rope_scaling(text["rope_scaling"])
     values["vision"] = _vision(top)
     index_k_sources = values.pop("index_k_source_layer_ids")
     if values["candidate_source_layer_id"] == -1:
@@ -168,6 +171,7 @@ def _vision(top: Mapping[str, Any]) -> VisionConfig | None:
     raw = fields.section(top, "vision_config")
     prefix = "vision_config."
     fields.check_known(raw, fields.VISION, prefix)
+    fields.check_fixed(raw, fields.VISION, prefix)
     vision = VisionConfig(**fields.read_values(raw, fields.VISION, prefix))
     if vision.hidden_size % (4 * vision.num_attention_heads):
         raise ConfigError(

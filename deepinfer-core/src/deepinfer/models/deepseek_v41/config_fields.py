@@ -162,6 +162,7 @@ TEXT: dict[str, Field] = {
 
 VISION: dict[str, Field] = {
     "model_type": _IGNORED,
+    "dtype": _fixed("bfloat16", optional=True),
     "num_hidden_layers": _positive(),
     "hidden_size": _positive(),
     "num_attention_heads": _positive(),

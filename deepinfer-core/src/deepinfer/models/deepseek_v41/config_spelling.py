@@ -84,6 +84,7 @@ def _normalise_rope(text: dict[str, Any]) -> None:
     if not isinstance(parameters, Mapping):
         raise ConfigError(f"{parameters!r} is not an object", field="text_config.rope_parameters")
     groups = [name for name in ("main", "compress") if name in parameters]
+    text.setdefault("rope_scaling", None)
     if not groups:
         _take_scaling(text, parameters, "rope_theta", "rope_parameters")
         return
