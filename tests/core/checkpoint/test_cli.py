@@ -25,8 +25,14 @@ def test_make_then_inspect(tmp_path: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) == 2
     code, output = run("inspect", folder, "--read")
     assert code == 0, output
-    for part in ("candidate source", "routed experts", "8,512,610", "860 of 860 tensors in 2 file(s)", "GB/s",
-                 "bytes per page of 128 tokens"):
+    for part in (
+        "candidate source",
+        "routed experts",
+        "8,512,610",
+        "860 of 860 tensors in 2 file(s)",
+        "GB/s",
+        "bytes per page of 128 tokens",
+    ):
         assert part in output
     code, output = run("make", folder)
     assert code == 2

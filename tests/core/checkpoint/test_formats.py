@@ -100,7 +100,8 @@ def test_quantised_values_are_fixed_points(rows: int, groups: int, seed: int, ex
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows * 20, groups * 32, generator=generator) * 2.0**exponent
     pairs = (
-        (formats.quantise_fp8, formats.dequantise_fp8), (formats.quantise_rows, formats.dequantise_rows),
+        (formats.quantise_fp8, formats.dequantise_fp8),
+        (formats.quantise_rows, formats.dequantise_rows),
         (formats.quantise_fp4, formats.dequantise_fp4),
     )
     for quantise, dequantise in pairs:

@@ -32,8 +32,10 @@ def test_read_equals_the_library(tiny_single: Path, tiny_sharded: Path, threads:
 
 def test_dtypes(tiny_single: Path) -> None:
     names = {
-        "embed.weight": torch.bfloat16, "layers.0.attn.attn_sink": torch.float32,
-        "layers.0.attn.wq_a.weight": torch.float8_e4m3fn, "layers.0.attn.wq_a.scale": torch.uint8,
+        "embed.weight": torch.bfloat16,
+        "layers.0.attn.attn_sink": torch.float32,
+        "layers.0.attn.wq_a.weight": torch.float8_e4m3fn,
+        "layers.0.attn.wq_a.scale": torch.uint8,
         "layers.0.ffn.experts.0.w1.weight": torch.uint8,
     }
     tensors = Checkpoint.open(tiny_single).read(names)

@@ -28,7 +28,10 @@ tokenizers = pytest.importorskip("tokenizers")
 def special_ids(preset: str) -> tuple[int, SpecialIds]:
     config = parse_config(preset_config(preset))
     return config.vocab_size, SpecialIds(
-        config.bos_token_id, config.eos_token_id, config.pad_token_id, config.dspark_noise_token_id,
+        config.bos_token_id,
+        config.eos_token_id,
+        config.pad_token_id,
+        config.dspark_noise_token_id,
         config.image_token_id,
     )
 
@@ -105,8 +108,10 @@ def test_special_tokens_sit_where_the_config_says(tokenizer) -> None:
     config = parse_config(preset_config("tiny" if tokenizer.get_vocab_size() == 512 else "small"))
     assert tokenizer.get_vocab_size() == config.vocab_size
     for spelling, token in {
-        "<｜begin▁of▁sentence｜>": config.bos_token_id, "<｜end▁of▁sentence｜>": config.eos_token_id,
-        "<｜▁pad▁｜>": config.pad_token_id, "<｜deepseek_image｜>": config.image_token_id,
+        "<｜begin▁of▁sentence｜>": config.bos_token_id,
+        "<｜end▁of▁sentence｜>": config.eos_token_id,
+        "<｜▁pad▁｜>": config.pad_token_id,
+        "<｜deepseek_image｜>": config.image_token_id,
         "<｜System｜>": config.dspark_noise_token_id,
     }.items():
         assert tokenizer.token_to_id(spelling) == token
@@ -173,7 +178,11 @@ def test_nothing_is_left_or_overwritten(tmp_path: Path) -> None:
     make_checkpoint(target, progress=lambda done, total: steps.append((done, total)))
     assert steps[-1] == (8_512_610, 8_512_610)
     assert sorted(path.name for path in target.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
     ]
 
 

@@ -141,7 +141,10 @@ def test_model_prefix_is_tolerated_and_ambiguity_is_not(single: Path) -> None:
     rewrite(single / "model.safetensors", add_prefix)
     validate(single)
     assert "embed.weight" in Checkpoint.open(single).names
-    rewrite(single / "model.safetensors", lambda tensors: tensors.update({"norm.weight": torch.zeros(256, dtype=torch.bfloat16)}))
+    rewrite(
+        single / "model.safetensors",
+        lambda tensors: tensors.update({"norm.weight": torch.zeros(256, dtype=torch.bfloat16)}),
+    )
     assert problems_of(single) == ("norm.weight: present with and without the prefix 'model.'; keep one",)
 
 

@@ -202,8 +202,12 @@ def test_candidates_can_be_off(raw: dict[str, Any], absent: Any) -> None:
 def test_optional_keys(raw: dict[str, Any]) -> None:
     text = raw["text_config"]
     text.update(
-        hc_shifted=True, use_fp4_sparse_kv=False, index_k_source_layer_ids=[1, 3, 4], dspark_target_attn_input=True,
-        num_hash_layers=0, gate_temp=1.0,
+        hc_shifted=True,
+        use_fp4_sparse_kv=False,
+        index_k_source_layer_ids=[1, 3, 4],
+        dspark_target_attn_input=True,
+        num_hash_layers=0,
+        gate_temp=1.0,
     )
     raw["quantization_config"]["fmt"] = "e4m3"
     del raw["vision_config"]
@@ -286,16 +290,22 @@ def test_contradictions_name_both(raw: dict[str, Any]) -> None:
     raw["text_config"]["eos_token_id"] = 7
     with pytest.raises(ConfigError, match="eos_token_id: 7 contradicts eos_token_id = 1"):
         parse_config(raw)
-    listed = newer_spelling({**raw, "text_config": {k: v for k, v in raw["text_config"].items()
-                                                    if k != "eos_token_id"}}, rates_as_list=True)
+    listed = newer_spelling(
+        {**raw, "text_config": {k: v for k, v in raw["text_config"].items() if k != "eos_token_id"}}, rates_as_list=True
+    )
     listed["text_config"]["compress_rates"][0] = 2
     with pytest.raises(ConfigError, match="contradicts rate 2"):
         parse_config(listed)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("partial_rotary_factor", 0.5), ("partial_rotary_factor", "x"), ("partial_rotary_factor", 0.3),
-                        ("mlp_layer_types", ["hash_moe", "moe"])]
+    ("name", "value"),
+    [
+        ("partial_rotary_factor", 0.5),
+        ("partial_rotary_factor", "x"),
+        ("partial_rotary_factor", 0.3),
+        ("mlp_layer_types", ["hash_moe", "moe"]),
+    ],
 )
 def test_newer_keys_must_agree(raw: dict[str, Any], name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -323,8 +333,12 @@ def test_load_config_errors_are_typed(tmp_path: Path, raw: dict[str, Any]) -> No
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         load_config(tmp_path)
     file = tmp_path / "config.json"
-    for content, message in ((b"{", "not readable JSON"), (b"[1]", "expected a JSON object"), (b"\xff\xfe", "not read"),
-                             (b"[" * 200_000, "not readable JSON")):
+    for content, message in (
+        (b"{", "not readable JSON"),
+        (b"[1]", "expected a JSON object"),
+        (b"\xff\xfe", "not read"),
+        (b"[" * 200_000, "not readable JSON"),
+    ):
         file.write_bytes(content)
         with pytest.raises(CheckpointError, match=message):
             load_config(tmp_path)

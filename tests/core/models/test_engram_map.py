@@ -41,10 +41,24 @@ def test_released_primes_and_multipliers(raw_release: dict[str, Any]) -> None:
     assert all(sympy.isprime(prime) for prime in flat)
     assert len(set(flat)) == 48
     assert primes[0][0] == (
-        16000057, 16000079, 16000081, 16000097, 16000121, 16000129, 16000133, 16000183,
+        16000057,
+        16000079,
+        16000081,
+        16000097,
+        16000121,
+        16000129,
+        16000133,
+        16000183,
     )
     assert primes[1][2] == (
-        16000781, 16000799, 16000813, 16000819, 16000841, 16000877, 16000879, 16000889,
+        16000781,
+        16000799,
+        16000813,
+        16000819,
+        16000841,
+        16000877,
+        16000879,
+        16000889,
     )
     release = raw_release
     release["text_config"]["engram_compressed_vocab_size"] = release["text_config"]["vocab_size"]
@@ -56,17 +70,24 @@ def test_multipliers_follow_the_compressed_size() -> None:
     from deepinfer.models.deepseek_v41.engram_map import engram_multipliers
 
     assert engram_multipliers(1, 99_092, 4).tolist() == [
-        76632096046245, 4839876093313, 35959672319349, 73987337458391,
+        76632096046245,
+        4839876093313,
+        35959672319349,
+        73987337458391,
     ]
     assert engram_multipliers(14, 99_092, 4).tolist() == [
-        67716810739261, 51510806800915, 30921347202721, 82619226485591,
+        67716810739261,
+        51510806800915,
+        30921347202721,
+        82619226485591,
     ]
 
 
 def test_tiny_vectors(raw: dict[str, Any]) -> None:
     constants = EngramMap.build(parse_config(raw))
     assert constants.primes.tolist() == [
-        [[1009, 1013], [1019, 1021], [1031, 1033]], [[1039, 1049], [1051, 1061], [1063, 1069]],
+        [[1009, 1013], [1019, 1021], [1031, 1033]],
+        [[1039, 1049], [1051, 1061], [1063, 1069]],
     ]
     assert constants.multipliers.tolist() == [
         [14831304026200453, 936705081716061, 6959601268494069, 14319439928568407],
@@ -74,10 +95,14 @@ def test_tiny_vectors(raw: dict[str, Any]) -> None:
     ]
     history = [0, 5, 17, 42, -1, 7]
     assert [rows_of(constants, 0, history, position) for position in (0, 3, 5)] == [
-        [272, 1825, 2155, 3458, 4685, 5461], [203, 1037, 2501, 3117, 4993, 5958], [246, 1629, 2634, 4006, 4211, 6112],
+        [272, 1825, 2155, 3458, 4685, 5461],
+        [203, 1037, 2501, 3117, 4993, 5958],
+        [246, 1629, 2634, 4006, 4211, 6112],
     ]
     assert [rows_of(constants, 1, history, position) for position in (0, 3, 5)] == [
-        [358, 1193, 2415, 3236, 4773, 5859], [740, 1449, 2585, 3609, 5161, 5265], [265, 1108, 2203, 3938, 4474, 5714],
+        [358, 1193, 2415, 3236, 4773, 5859],
+        [740, 1449, 2585, 3609, 5161, 5265],
+        [265, 1108, 2203, 3938, 4474, 5714],
     ]
     assert constants.token_map.tolist() == list(range(512))
     assert constants.pad == 2
@@ -180,8 +205,12 @@ def test_golden_released_rows(golden: Path, raw_release: dict[str, Any]) -> None
     from deepinfer.models.deepseek_v41.engram_map import engram_multipliers
 
     constants = EngramMap(
-        (1, 14), primes, np.cumsum(flat, 1) - flat,
-        np.stack([engram_multipliers(layer, 99_092, 4) for layer in (1, 14)]), np.arange(0), int(vectors["engram.pad"]),
+        (1, 14),
+        primes,
+        np.cumsum(flat, 1) - flat,
+        np.stack([engram_multipliers(layer, 99_092, 4) for layer in (1, 14)]),
+        np.arange(0),
+        int(vectors["engram.pad"]),
     )
     np.testing.assert_array_equal(constants.offsets, vectors["engram.offsets"])
     np.testing.assert_array_equal(constants.multipliers, vectors["engram.multipliers"])

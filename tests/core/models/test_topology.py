@@ -25,7 +25,14 @@ def test_released_topology(raw_release: dict[str, Any]) -> None:
 def test_tiny_topology(raw: dict[str, Any]) -> None:
     topology = Topology.from_config(parse_config(raw))
     assert [role.kind for role in topology.layers] == [
-        "window", "full", "reuse", "full", "full", "reuse", "reindex", "reuse",
+        "window",
+        "full",
+        "reuse",
+        "full",
+        "full",
+        "reuse",
+        "reindex",
+        "reuse",
     ]
     assert topology.kv_sources == (1, 3, 4)
     assert topology.index_sources == (1, 3, 4, 6)

@@ -14,8 +14,22 @@ from deepinfer.json_files import parse_unique
 __all__ = ["DTYPE_BYTES", "ShardHeader", "TensorEntry", "parse_header", "read_header"]
 
 DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
 }
 """Bytes per element of the dtype strings that a header may hold."""
 
@@ -55,9 +69,14 @@ def read_header(path: Path) -> ShardHeader:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
-                return ShardHeader(path, {}, (
-                    f"{path.name}: truncated or not a safetensors file ({size} bytes; its header claims "
-                    f"{length} bytes)",))
+                return ShardHeader(
+                    path,
+                    {},
+                    (
+                        f"{path.name}: truncated or not a safetensors file ({size} bytes; its header claims "
+                        f"{length} bytes)",
+                    ),
+                )
             text = file.read(length)
     except OSError as error:
         return ShardHeader(path, {}, (f"{path.name}: cannot be read: {error.strerror or error}",))
@@ -112,8 +131,10 @@ def _entry(name: str, value: Any, base: int) -> TensorEntry | str:
 
 
 def _sizes(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 64 and all(
-        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**63 for item in value
+    return (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**63 for item in value)
     )
 
 

@@ -94,9 +94,7 @@ def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
     return result, problems
 
 
-def _collect(
-    headers: list[ShardHeader], weight_map: dict[str, str] | None, problems: list[str]
-) -> dict[str, Location]:
+def _collect(headers: list[ShardHeader], weight_map: dict[str, str] | None, problems: list[str]) -> dict[str, Location]:
     """Join the index with the headers; both must name the same tensors in the same files."""
     tensors: dict[str, Location] = {}
     promised: dict[str, list[str]] = defaultdict(list)

@@ -82,14 +82,17 @@ class CheckpointReport:
                 "layers": [dataclasses.asdict(role) | {"kind": role.kind} for role in self.topology.layers],
             },
             "coverage": {
-                "shards": self.num_shards, "expected": self.num_expected, "found": self.num_found,
+                "shards": self.num_shards,
+                "expected": self.num_expected,
+                "found": self.num_found,
                 "problems": list(self.problems),
             },
-            "sizes": {
-                part: {"bytes": size, "tensors": count} for part, (size, count) in self.sizes.items()
-            } | {"total": {"bytes": self.total_bytes, "tensors": self.num_expected}},
+            "sizes": {part: {"bytes": size, "tensors": count} for part, (size, count) in self.sizes.items()}
+            | {"total": {"bytes": self.total_bytes, "tensors": self.num_expected}},
             "memory": {
-                "page_size": self.page_size, "page_bytes": self.page_bytes, "slot_bytes": self.slot_bytes,
+                "page_size": self.page_size,
+                "page_bytes": self.page_bytes,
+                "slot_bytes": self.slot_bytes,
                 "per_device": [dataclasses.asdict(need) for need in self.needs],
             },
         }
@@ -160,8 +163,14 @@ def part_of(spec: TensorSpec) -> str:
         return "engram tables" if ".engram.embed." in name else "engram"
     if ".experts." in name:
         return f"{stage}routed experts"
-    for mark, part in ((".shared_experts.", "shared experts"), (".ffn.gate.", "router"), (".hc_", "hyper-connections"),
-                       (".indexer.", "indexer"), (".compressor.", "compressor"), (".attn.", "attention")):
+    for mark, part in (
+        (".shared_experts.", "shared experts"),
+        (".ffn.gate.", "router"),
+        (".hc_", "hyper-connections"),
+        (".indexer.", "indexer"),
+        (".compressor.", "compressor"),
+        (".attn.", "attention"),
+    ):
         if mark in name:
             return f"{stage}{part}"
     if name.startswith("mtp.") and not name.endswith("norm.weight"):

@@ -18,10 +18,22 @@ from deepinfer.errors import CheckpointError
 __all__ = ["TORCH_DTYPES", "ReadStats", "plan_reads", "read_tensors"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.uint8, "I16": torch.int16, "U16": torch.uint16,
-    "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
 }
 """Dtype of the tensors handed out. I8 holds two FP4 codes a byte and F8_E8M0 an exponent: both come as uint8."""
 
@@ -178,8 +190,9 @@ def _read(descriptor: int, request: ReadRequest) -> None:
         try:
             count = os.preadv(descriptor, views, position)
         except OSError as error:
-            raise CheckpointError(f"{request.path} cannot be read at byte {position}: {error.strerror or error}") \
-                from error
+            raise CheckpointError(
+                f"{request.path} cannot be read at byte {position}: {error.strerror or error}"
+            ) from error
         if count == 0:
             raise CheckpointError(
                 f"{request.path} ended at byte {position} while {request.start + request.nbytes} bytes were promised: "

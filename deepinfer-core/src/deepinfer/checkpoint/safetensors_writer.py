@@ -43,8 +43,12 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
 
 
-def write_shard(path: Path, specs: Sequence[TensorSpec], payload: Iterable[tuple[str, torch.Tensor]],
-                progress: Callable[[int], None]) -> None:
+def write_shard(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    payload: Iterable[tuple[str, torch.Tensor]],
+    progress: Callable[[int], None],
+) -> None:
     """Write the tensors of `specs` (in that order) to `path`; `payload` yields each name with its tensor, in order.
 
     Raises:
@@ -54,7 +58,9 @@ def write_shard(path: Path, specs: Sequence[TensorSpec], payload: Iterable[tuple
     position = 0
     for spec in specs:
         header[spec.name] = {
-            "dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, position + spec.nbytes]
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [position, position + spec.nbytes],
         }
         position += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -88,12 +88,19 @@ def write_checkpoint(
 
 def _write_side_files(folder: Path, raw_config: dict[str, Any], config: ModelConfig) -> None:
     ids = SpecialIds(
-        bos=config.bos_token_id, eos=config.eos_token_id, pad=config.pad_token_id,
-        system=config.dspark_noise_token_id, image=config.image_token_id,
+        bos=config.bos_token_id,
+        eos=config.eos_token_id,
+        pad=config.pad_token_id,
+        system=config.dspark_noise_token_id,
+        image=config.image_token_id,
     )
     generation = {
-        "bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id,
-        "do_sample": True, "temperature": 1.0, "top_p": 1.0,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 1.0,
     }
     files = {
         "config.json": raw_config,

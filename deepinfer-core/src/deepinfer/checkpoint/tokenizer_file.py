@@ -68,8 +68,13 @@ def tokenizer_json(vocab_size: int, ids: SpecialIds) -> dict[str, Any]:
         "padding": None,
         "added_tokens": [
             {
-                "id": token, "content": special[token], "single_word": False, "lstrip": False, "rstrip": False,
-                "normalized": False, "special": special[token] in _SPECIAL,
+                "id": token,
+                "content": special[token],
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": special[token] in _SPECIAL,
             }
             for token in sorted(special)
         ],
@@ -78,8 +83,14 @@ def tokenizer_json(vocab_size: int, ids: SpecialIds) -> dict[str, Any]:
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
             # added tokens get their id only where the vocabulary lists them too: else they are numbered from its end
             "vocab": {**dict(zip(pieces, free, strict=True)), **{name: token for token, name in special.items()}},
             "merges": [list(pair) for pair in merges],

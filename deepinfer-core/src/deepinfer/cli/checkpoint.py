@@ -78,8 +78,12 @@ def _progress() -> Progress:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-        console=Console(stderr=True), transient=True,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+        transient=True,
     )
 
 
@@ -98,14 +102,22 @@ def _print_report(report: CheckpointReport, problems: list[str], speed: float | 
     table = Table("layer", "kind", "ratio", "keys of", "selection of", "also", title="Topology")
     for role in report.topology.layers:
         also = [
-            text for flag, text in (
-                (role.has_engram, "n-gram memory"), (role.is_candidate_source, "candidate source"),
-                (role.uses_candidates, "selects in candidates"), (role.is_dspark_target, "feeds drafter"),
+            text
+            for flag, text in (
+                (role.has_engram, "n-gram memory"),
+                (role.is_candidate_source, "candidate source"),
+                (role.uses_candidates, "selects in candidates"),
+                (role.is_dspark_target, "feeds drafter"),
                 (role.layer == report.topology.boundary, "boundary"),
-            ) if flag
+            )
+            if flag
         ]
         table.add_row(
-            str(role.layer), role.kind, str(role.ratio), _dash(role.kv_source), _dash(role.index_source),
+            str(role.layer),
+            role.kind,
+            str(role.ratio),
+            _dash(role.kv_source),
+            _dash(role.index_source),
             ", ".join(also),
         )
     console.print(table)

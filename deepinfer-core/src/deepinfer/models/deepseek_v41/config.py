@@ -136,8 +136,9 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     values = fields.read_values(text, fields.TEXT, "text_config.")
     values |= fields.read_values(top, fields.TOP_LEVEL, "")
     if "rope_scaling" not in text:
-        raise ConfigError("missing; give the yarn parameters, or null for plain frequencies",
-                          field="text_config.rope_scaling")
+        raise ConfigError(
+            "missing; give the yarn parameters, or null for plain frequencies", field="text_config.rope_scaling"
+        )
     values["rope_scaling"] = _rope_scaling(text["rope_scaling"])
     values["vision"] = _vision(top)
     index_k_sources = values.pop("index_k_source_layer_ids")

@@ -212,8 +212,9 @@ def check_fixed(raw: Mapping[str, Any], table: Mapping[str, Field], prefix: str)
         value = raw[key]
         # bool is an int in Python: True must not pass for 1, nor 0 for False
         if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in field.allowed):
-            raise ConfigError(f"{value!r} is not supported; the only allowed value is {field.allowed[0]!r}",
-                              field=prefix + key)
+            raise ConfigError(
+                f"{value!r} is not supported; the only allowed value is {field.allowed[0]!r}", field=prefix + key
+            )
 
 
 def read_values(raw: Mapping[str, Any], table: Mapping[str, Field], prefix: str) -> dict[str, Any]:

@@ -36,15 +36,18 @@ def _check_tokens(config: ModelConfig) -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
         value = getattr(config, name)
         if value >= config.vocab_size:
-            raise ConfigError(f"{value} is outside the vocabulary; it must be < vocab_size {config.vocab_size}",
-                              field=name)
+            raise ConfigError(
+                f"{value} is outside the vocabulary; it must be < vocab_size {config.vocab_size}", field=name
+            )
     for name in ("engram_pad_token_id", "dspark_noise_token_id"):
         value = getattr(config, name)
         if value >= config.vocab_size:
             _fail(name, f"{value} is outside the vocabulary; it must be < vocab_size {config.vocab_size}")
     if config.engram_compressed_vocab_size > config.vocab_size:
-        _fail("engram_compressed_vocab_size",
-              f"{config.engram_compressed_vocab_size} exceeds vocab_size {config.vocab_size}")
+        _fail(
+            "engram_compressed_vocab_size",
+            f"{config.engram_compressed_vocab_size} exceeds vocab_size {config.vocab_size}",
+        )
 
 
 def _check_widths(config: ModelConfig) -> None:
@@ -59,8 +62,9 @@ def _check_ratios(config: ModelConfig) -> None:
     ratios, layers = config.compress_ratios, config.num_hidden_layers
     expected = layers + config.num_nextn_predict_layers
     if len(ratios) != expected:
-        _fail("compress_ratios",
-              f"{len(ratios)} entries; num_hidden_layers + num_nextn_predict_layers needs {expected}")
+        _fail(
+            "compress_ratios", f"{len(ratios)} entries; num_hidden_layers + num_nextn_predict_layers needs {expected}"
+        )
     for layer in range(layers, expected):
         if ratios[layer]:
             _fail(f"compress_ratios[{layer}]", f"{ratios[layer]} belongs to a draft stage and must be 0")
@@ -68,8 +72,10 @@ def _check_ratios(config: ModelConfig) -> None:
     if compressed:
         for layer in range(compressed[0], layers):
             if not ratios[layer]:
-                _fail(f"compress_ratios[{layer}]",
-                      f"0 after layer {compressed[0]}: layers of ratio 0 may only precede the first key source")
+                _fail(
+                    f"compress_ratios[{layer}]",
+                    f"0 after layer {compressed[0]}: layers of ratio 0 may only precede the first key source",
+                )
 
 
 def _check_ascending(config: ModelConfig, name: str) -> None:
@@ -100,12 +106,17 @@ def _check_sources(config: ModelConfig) -> None:
     for layer in range(first, layers):
         source = layer if layer in kv_sources else source
         if ratios[layer] != ratios[source]:
-            what = "is the boundary and must be its own key source" if layer == config.boundary else \
-                f"has ratio {ratios[layer]} but reads the keys of layer {source} with ratio {ratios[source]}"
+            what = (
+                "is the boundary and must be its own key source"
+                if layer == config.boundary
+                else f"has ratio {ratios[layer]} but reads the keys of layer {source} with ratio {ratios[source]}"
+            )
             _fail("kv_source_layer_ids", f"{list(kv_sources)}: layer {layer} {what}")
     if config.boundary < layers and config.boundary not in kv_sources:
-        _fail("kv_source_layer_ids",
-              f"{list(kv_sources)}: layer {config.boundary} is the boundary and must be its own key source")
+        _fail(
+            "kv_source_layer_ids",
+            f"{list(kv_sources)}: layer {config.boundary} is the boundary and must be its own key source",
+        )
 
 
 def _check_candidates(config: ModelConfig) -> None:
@@ -120,19 +131,25 @@ def _check_candidates(config: ModelConfig) -> None:
         _fail("candidate_block_size", f"{config.candidate_block_size} must be in 1..16")
     capacity = config.candidate_topk_blocks * config.candidate_block_size
     if capacity < config.index_topk:
-        _fail("candidate_topk_blocks",
-              f"{config.candidate_topk_blocks} x candidate_block_size {config.candidate_block_size} = {capacity} "
-              f"must be >= index_topk {config.index_topk}")
+        _fail(
+            "candidate_topk_blocks",
+            f"{config.candidate_topk_blocks} x candidate_block_size {config.candidate_block_size} = {capacity} "
+            f"must be >= index_topk {config.index_topk}",
+        )
     for layer in range(source, config.num_hidden_layers):
         if config.compress_ratios[layer] != config.compress_ratios[source]:
-            _fail("candidate_source_layer_id",
-                  f"{source}: layer {layer} has ratio {config.compress_ratios[layer]}, the source has "
-                  f"{config.compress_ratios[source]}; all layers from the source on need one ratio")
+            _fail(
+                "candidate_source_layer_id",
+                f"{source}: layer {layer} has ratio {config.compress_ratios[layer]}, the source has "
+                f"{config.compress_ratios[source]}; all layers from the source on need one ratio",
+            )
 
 
 def _check_experts(config: ModelConfig) -> None:
-    for chosen, total in (("num_experts_per_tok", "n_routed_experts"),
-                          ("dspark_num_experts_per_tok", "dspark_n_routed_experts")):
+    for chosen, total in (
+        ("num_experts_per_tok", "n_routed_experts"),
+        ("dspark_num_experts_per_tok", "dspark_n_routed_experts"),
+    ):
         if getattr(config, chosen) > getattr(config, total):
             _fail(chosen, f"{getattr(config, chosen)} must be <= {total} {getattr(config, total)}")
 
@@ -146,14 +163,14 @@ def _check_engram(config: ModelConfig) -> None:
     late = [layer for layer in layers if layer >= config.boundary]
     if late:
         _fail("engram_layer_ids", f"{late} must be < {config.boundary}, the first layer of ratio 1")
-    primes = engram_primes(
-        config.engram_vocab_size, config.engram_max_ngram_size, config.engram_n_heads, len(layers)
-    )
+    primes = engram_primes(config.engram_vocab_size, config.engram_max_ngram_size, config.engram_n_heads, len(layers))
     expected = engram_row_counts(primes)
     if rows != expected:
-        _fail("engram_num_embeddings",
-              f"{list(rows)}; the bucket primes above engram_vocab_size {config.engram_vocab_size} sum to "
-              f"{list(expected)}")
+        _fail(
+            "engram_num_embeddings",
+            f"{list(rows)}; the bucket primes above engram_vocab_size {config.engram_vocab_size} sum to "
+            f"{list(expected)}",
+        )
 
 
 def _check_draft(config: ModelConfig) -> None:
@@ -162,5 +179,7 @@ def _check_draft(config: ModelConfig) -> None:
     if config.num_nextn_predict_layers and not targets:
         _fail("dspark_target_layer_ids", "[] names no layer; the draft stages need at least one")
     if len({layer >= config.boundary for layer in targets}) > 1:
-        _fail("dspark_target_layer_ids",
-              f"{list(targets)} straddles layer {config.boundary}; all must be on one side of it")
+        _fail(
+            "dspark_target_layer_ids",
+            f"{list(targets)} straddles layer {config.boundary}; all must be on one side of it",
+        )

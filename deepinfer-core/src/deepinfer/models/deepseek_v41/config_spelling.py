@@ -45,8 +45,9 @@ def normalise_spelling(raw: Mapping[str, Any]) -> dict[str, Any]:
         _take_rotary(text, factor, "partial_rotary_factor")
     kinds = text.pop("mlp_layer_types", None)
     if kinds is not None and (not isinstance(kinds, (list, tuple)) or any(kind != "moe" for kind in kinds)):
-        raise ConfigError(f"{kinds!r}; every layer of this model routes with 'moe'",
-                          field="text_config.mlp_layer_types")
+        raise ConfigError(
+            f"{kinds!r}; every layer of this model routes with 'moe'", field="text_config.mlp_layer_types"
+        )
     return top
 
 
@@ -150,8 +151,9 @@ def _normalise_ratios(text: dict[str, Any]) -> None:
     if types is None or rates is None:
         given, lacking = ("compress_rates", "layer_types") if types is None else ("layer_types", "compress_rates")
         if text.get("compress_ratios") is None or types is None:
-            raise ConfigError(f"given without {lacking}; both are needed to know each layer's ratio",
-                              field=f"text_config.{given}")
+            raise ConfigError(
+                f"given without {lacking}; both are needed to know each layer's ratio", field=f"text_config.{given}"
+            )
     if not isinstance(types, (list, tuple)):
         raise ConfigError(f"{types!r} is not a list", field="text_config.layer_types")
     if rates is None:
@@ -172,15 +174,19 @@ def _ratio(kind: Any, rates: Any, index: int, count: int) -> int:
     if isinstance(rates, Mapping):
         if kind == "sliding_attention":
             if rates.get(kind):
-                raise ConfigError(f"{rates[kind]!r}; layers without compressed keys have rate 0",
-                                  field=f"text_config.compress_rates.{kind}")
+                raise ConfigError(
+                    f"{rates[kind]!r}; layers without compressed keys have rate 0",
+                    field=f"text_config.compress_rates.{kind}",
+                )
             return 0
         if not rates.get(kind):
             raise ConfigError(f"{kind!r} has no rate in compress_rates {dict(rates)!r}", field=path)
         return rates[kind]
     if not isinstance(rates, (list, tuple)) or len(rates) != count:
-        raise ConfigError(f"{rates!r} is neither an object by layer type nor a list of {count} rates",
-                          field="text_config.compress_rates")
+        raise ConfigError(
+            f"{rates!r} is neither an object by layer type nor a list of {count} rates",
+            field="text_config.compress_rates",
+        )
     rate = rates[index]
     if kind == "sliding_attention":
         if rate:
@@ -193,9 +199,12 @@ def _ratio(kind: Any, rates: Any, index: int, count: int) -> int:
 
 def _check_types_agree(types: list[Any], ratios: Any) -> None:
     if not isinstance(ratios, (list, tuple)) or len(types) > len(ratios):
-        raise ConfigError(f"{len(types)} entries do not fit compress_ratios {ratios!r}",
-                          field="text_config.layer_types")
+        raise ConfigError(
+            f"{len(types)} entries do not fit compress_ratios {ratios!r}", field="text_config.layer_types"
+        )
     for index, kind in enumerate(types):
         if (kind == "sliding_attention") != (ratios[index] == 0):
-            raise ConfigError(f"{kind!r} contradicts compress_ratios[{index}] = {ratios[index]!r}",
-                              field=f"text_config.layer_types[{index}]")
+            raise ConfigError(
+                f"{kind!r} contradicts compress_ratios[{index}] = {ratios[index]!r}",
+                field=f"text_config.layer_types[{index}]",
+            )

@@ -49,9 +49,7 @@ class EngramMap:
         """
         shape = (len(config.engram_layer_ids), config.engram_max_ngram_size - 1, config.engram_n_heads)
         primes = np.array(
-            engram_primes(
-                config.engram_vocab_size, config.engram_max_ngram_size, config.engram_n_heads, shape[0]
-            ),
+            engram_primes(config.engram_vocab_size, config.engram_max_ngram_size, config.engram_n_heads, shape[0]),
             dtype=np.int64,
         ).reshape(shape)
         flat = primes.reshape(shape[0], shape[1] * shape[2])
@@ -60,10 +58,14 @@ class EngramMap:
             layer_ids=config.engram_layer_ids,
             primes=primes,
             offsets=np.cumsum(flat, axis=1) - flat,
-            multipliers=np.stack([
-                engram_multipliers(layer, config.engram_compressed_vocab_size, config.engram_max_ngram_size)
-                for layer in config.engram_layer_ids
-            ]) if shape[0] else np.zeros((0, config.engram_max_ngram_size), np.int64),
+            multipliers=np.stack(
+                [
+                    engram_multipliers(layer, config.engram_compressed_vocab_size, config.engram_max_ngram_size)
+                    for layer in config.engram_layer_ids
+                ]
+            )
+            if shape[0]
+            else np.zeros((0, config.engram_max_ngram_size), np.int64),
             token_map=token_map,
             pad=int(token_map[config.engram_pad_token_id]),
         )
@@ -116,10 +118,12 @@ def compressed_vocab_size(tokenizer_file: Path) -> int:
     tokenizer = _load_tokenizer(tokenizer_file)
     normalise = _normaliser()
     vocab = tokenizer.get_vocab(with_added_tokens=True)
-    return len({
-        _key(tokenizer.decode([token], skip_special_tokens=False), spelling, normalise)
-        for spelling, token in vocab.items()
-    })
+    return len(
+        {
+            _key(tokenizer.decode([token], skip_special_tokens=False), spelling, normalise)
+            for spelling, token in vocab.items()
+        }
+    )
 
 
 def _key(text: str, spelling: str, normalise: Any) -> str:
@@ -133,16 +137,18 @@ def _normaliser() -> Any:
     """The steps of spec/model 3.9 as the tokenizer library's own normalizers."""
     from tokenizers import Regex, normalizers
 
-    return normalizers.Sequence([
-        normalizers.NFKC(),
-        normalizers.NFD(),
-        normalizers.StripAccents(),
-        normalizers.Lowercase(),
-        normalizers.Replace(Regex("[ \t\r\n]+"), " "),
-        normalizers.Replace(Regex(r"\A \z"), _SENTINEL),
-        normalizers.Strip(),
-        normalizers.Replace(_SENTINEL, " "),
-    ])
+    return normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.NFD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex("[ \t\r\n]+"), " "),
+            normalizers.Replace(Regex(r"\A \z"), _SENTINEL),
+            normalizers.Strip(),
+            normalizers.Replace(_SENTINEL, " "),
+        ]
+    )
 
 
 def _load_tokenizer(file: Path) -> Any:
