@@ -87,8 +87,6 @@ class FakeModel:
         )
 
     def forward(self, inputs: StepInputs, storage: Storage) -> Any:
-        if self.fail_on(inputs.seq_slots.tolist()):
-            raise RuntimeError("kernel fell over")
         pages, slots = storage.pages.view(torch.int64).numpy(), storage.slots.view(torch.int64).numpy()
         table, history, first = inputs.page_table.numpy(), inputs.history.numpy(), inputs.first_positions.numpy()
         self.rows_seen.append(int((inputs.slots >= 0).sum()))
@@ -117,6 +115,8 @@ class FakeModel:
                 assert history[row, distance - 1] == expected
             states[slot] = chain(state, token, position)
             slots[slot] = position, states[slot]
+        if self.fail_on(inputs.seq_slots.tolist()):  # in the middle: caches are written, records are not
+            raise RuntimeError("kernel fell over")
         logits = torch.full((inputs.seq_slots.shape[0], VOCAB), torch.nan)
         for index, (slot, last) in enumerate(zip(inputs.seq_slots.tolist(), inputs.last_rows.tolist(), strict=True)):
             if last >= 0:

@@ -45,6 +45,7 @@ def params_of(arrival: dict[str, Any]) -> SamplingParams:
     budget=st.integers(4, 20),
     chunk=st.sampled_from([None, 1, 3, 7]),
     pages=st.integers(8, 24),
+    failing=st.sets(st.integers(0, 30), max_size=2),
 )
 def test_same_tokens_as_one_at_a_time(
     fake_model: Any,
@@ -55,8 +56,10 @@ def test_same_tokens_as_one_at_a_time(
     budget: int,
     chunk: int | None,
     pages: int,
+    failing: set[int],
 ) -> None:
     fake_model.rows_seen.clear()
+    fake_model.fail_on = lambda slots: step in failing
     core = make_engine(
         fake_model,
         num_pages=pages,
@@ -89,11 +92,21 @@ def test_same_tokens_as_one_at_a_time(
     for index, arrival in enumerate(arrivals):
         generation = running[str(index)]
         expected, reason = naive_model(arrival["prompt"], params_of(arrival), arrival["max_tokens"], index)
-        if generation.finish_reason == "abort":
+        if generation.finish_reason in ("abort", "error"):
+            assert (generation.error is not None) == (generation.finish_reason == "error")
             assert generation.token_ids == expected[: len(generation.token_ids)]
         else:
             assert (generation.token_ids, generation.finish_reason) == (expected, reason)
             assert (generation.stop_reason is None) == (reason != "stop" or expected[-1] not in arrival["stops"])
+
+
+def test_a_loop_without_progress_stops_loudly(fake_model: Any, make_engine: Any) -> None:
+    """H10: no request can spin for ever; a step that runs nothing although there is work is a fault of the engine."""
+    core = make_engine(fake_model)
+    add(core, "a")
+    core.scheduler.plan = lambda: None
+    with pytest.raises(EngineDead, match="nothing can run although 1 requests are unfinished"):
+        core.step()
 
 
 def add(core: Any, name: str, length: int = 5, max_tokens: int = 4, **params: Any) -> Any:

@@ -114,7 +114,9 @@ class EngineCore:
         return generation
 
     def step(self) -> list[Generation]:
-        """Run one step; return the generations that grew or ended. An empty list means that nothing could run.
+        """Run one step; return the generations that grew or ended.
+
+        A step with work always runs rows: it takes prompt rows, appends tokens or ends requests.
 
         Raises:
             EngineDead: the engine's own accounting failed, now or before. A failing kernel does not raise: it ends
@@ -131,6 +133,8 @@ class EngineCore:
         start = time.perf_counter()
         scheduled = self.scheduler.plan()
         if scheduled is None:
+            if self._generations:
+                raise RuntimeError(f"nothing can run although {len(self._generations)} requests are unfinished")
             return []
         for request in scheduled.requests:
             metrics = self._generations[request.request_id].metrics
@@ -204,7 +208,8 @@ class EngineCore:
         self.scheduler.finish(generation.request, reason)
         generation.metrics.finished = time.perf_counter()
         del self._generations[generation.request.request_id]
-        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        finished = self.stats.finished
+        finished[str(reason)] = finished.get(str(reason), 0) + 1
 
     def _count(self, scheduled: ScheduledStep, seconds: float) -> None:
         plan, stats = scheduled.plan, self.stats

@@ -193,8 +193,6 @@ class LLM:
         with GenerationProgress(len(running), enabled=use_tqdm) as progress:
             while running:
                 changed = self._core.step()
-                if not changed and not self._core.num_unfinished:
-                    raise EngineDead(f"{len(running)} requests were lost by the step loop")
                 for generation in changed:
                     if generation.finish_reason is not None:
                         self._fill(running.pop(generation.request.request_id), generation)

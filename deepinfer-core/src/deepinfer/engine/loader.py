@@ -125,7 +125,7 @@ def load_model(name: str | Path | None, settings: Settings) -> LoadedModel:
         wanted["num_threads"] = settings.num_threads
     apply_process_settings(wanted, owner=f"an engine on {backend.name!r}")
     budget = int(runtime.memory_info().free * settings.memory_utilization)
-    model = import_factory(entry)(path, backend, settings)
+    model = import_factory(entry)(path, backend, settings, host.load_backend)
     codec = host.make_codec(path, str(config.get("model_type", "")), path / "tokenizer.json", (str(name or path.name),))
     return LoadedModel(
         model,

@@ -85,10 +85,8 @@ class MemoryPlan:
         """
         usable = request.full_pages if num_pages is None else num_pages
         if num_pages is None and cache_bytes is not None:
-            usable = min(
-                usable,
-                cache_bytes // request.page_bytes - 1 - request.num_slots * request.slot_bytes // request.page_bytes,
-            )
+            slots = request.num_slots * request.slot_bytes
+            usable = min(usable, (cache_bytes - slots) // request.page_bytes - 1)
         if budget is not None:
             room = (budget - request.fixed) // request.page_bytes
             if num_pages is not None and room < num_pages:

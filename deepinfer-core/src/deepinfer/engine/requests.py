@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer.engine.loader import ModelTraits
 from deepinfer.errors import InvalidRequest
+from deepinfer.models.traits import ModelTraits
 from deepinfer.sampling.params import SamplingParams
 
 __all__ = ["check_params", "check_prompt", "draw_seed", "output_limit"]

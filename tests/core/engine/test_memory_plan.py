@@ -1,0 +1,76 @@
+"""Pages from budgets, and errors that print the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepinfer.engine.memory_plan import MemoryPlan, MemoryRequest
+from deepinfer.errors import CapacityError
+
+
+def request(**changes: int) -> MemoryRequest:
+    sizes = {
+        "weights": 1000,
+        "workspaces": 200,
+        "logits": 100,
+        "records": 50,
+        "slot_bytes": 30,
+        "page_bytes": 10,
+        "num_slots": 5,
+        "min_pages": 4,
+        "full_pages": 40,
+    }
+    return MemoryRequest(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pages"),
+    [
+        ({}, 41),  # all that is useful, and page 0
+        ({"budget": 10_000}, 41),
+        ({"budget": 1000 + 200 + 100 + 50 + 150 + 10 * 12}, 12),
+        ({"cache_bytes": 150 + 10 * 9}, 9),
+        ({"cache_bytes": 150 + 10 * 9, "num_pages": 20}, 21),
+        ({"num_pages": 2}, 3),
+        ({"budget": 1500 + 10 * 8, "num_pages": 7}, 8),
+    ],
+)
+def test_number_of_pages(arguments: dict[str, Any], pages: int) -> None:
+    plan = MemoryPlan.build(request(), **arguments)
+    assert plan.num_pages == pages
+    assert plan.total == 1500 + 10 * pages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"budget": 1500 + 10 * 4}, "one request of the longest length needs 4 pages, 3 fit; lower max_model_len"),
+        ({"budget": 100}, "one request of the longest length needs 4 pages, 0 fit"),
+        ({"cache_bytes": 160}, "one request of the longest length needs 4 pages, 0 fit"),
+        ({"budget": 1500 + 10 * 4, "num_pages": 9}, "9 pages were asked for, 3 fit"),
+        ({"num_pages": 0}, "no page is left to hand out"),
+    ],
+)
+def test_what_does_not_fit(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(CapacityError) as caught:
+        MemoryPlan.build(request(), **arguments)
+    message = str(caught.value)
+    assert message.startswith(text)
+    for name in ("weights", "workspaces", "logits and sampling", "slot records", "state slots: 5 x 30 B", "total"):
+        assert name in message
+    assert ("allowed" in message) == ("budget" in arguments)
+
+
+@given(budget=st.integers(0, 3000), cache=st.one_of(st.none(), st.integers(0, 1000)))
+def test_a_plan_never_exceeds_its_budget(budget: int, cache: int | None) -> None:
+    try:
+        plan = MemoryPlan.build(request(), budget=budget, cache_bytes=cache)
+    except CapacityError:
+        return
+    assert plan.total <= budget
+    assert cache is None or plan.num_pages * 10 + 150 <= cache
+    assert 4 <= plan.num_pages - 1 <= 40
