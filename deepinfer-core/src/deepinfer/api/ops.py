@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepinfer.ops.attention import AttentionWeights, Projected
 from deepinfer.ops.compress import CompressorWeights, EntryCache
-from deepinfer.ops.contract import CONTRACTS, Determinism, OpContract, Sample, Tolerance
+from deepinfer.ops.contract import CONTRACTS, Determinism, OpContract, Sample, SampleSize, Tolerance
 from deepinfer.ops.draft import DraftResult, DraftWeights, StageWeights
 from deepinfer.ops.engram import EngramHash, EngramWeights
 from deepinfer.ops.handles import (
@@ -21,6 +21,7 @@ from deepinfer.ops.indexer import IndexParameters, visible_entries
 from deepinfer.ops.metadata import PlanTensors, SlotRecords, StepInputs
 from deepinfer.ops.moe import MoeWeights, gated_activation
 from deepinfer.ops.quant import FP4_BLOCK16, FP4_BLOCK32, FP8_BLOCK32, RowFormat, round_rows
+from deepinfer.ops.sample_inputs import RawWeight, RowsInput
 
 __all__ = [
     "CONTRACTS",
@@ -45,9 +46,12 @@ __all__ = [
     "OpContract",
     "PlanTensors",
     "Projected",
+    "RawWeight",
     "RowFormat",
     "Rows",
+    "RowsInput",
     "Sample",
+    "SampleSize",
     "Selection",
     "SlotRecords",
     "StageWeights",

@@ -190,6 +190,14 @@ class Backend(ABC):
     def attach_workspace(self, buffer: torch.Tensor) -> None:  # noqa: B027 - a backend without scratch memory
         """Receive the scratch buffer (uint8, on the device) that core allocated for all its kernels; kept for good."""
 
+    def adopt_handle(self, handle: Handle) -> Handle:
+        """Its own form of a plain `Mixes` or `Selection` of `deepinfer.api.ops`; for tests only."""
+        return handle
+
+    def plain_handle(self, handle: Handle) -> Handle:
+        """A result as plain tensors: `Rows`, `Mixes`, `Selection` or `Projected` of `deepinfer.api.ops`; for tests."""
+        return handle
+
     def process_settings(self, numerics: Numerics) -> Mapping[str, Any]:
         """Process-wide torch settings that its kernels rely on, by the names of `deepinfer.backend.process`."""
         return {}

@@ -1,0 +1,168 @@
+"""How two results are compared: bit for bit, within a tolerance, or code by code of a quantised row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.api.ops import RowFormat
+from deepinfer.conformance.trees import bits, leaves, same_bits
+
+__all__ = [
+    "FLIP_RTOL",
+    "ConformanceFailure",
+    "bit_difference",
+    "code_difference",
+    "difference",
+    "value_difference",
+]
+
+FLIP_RTOL = 0.12
+"""Largest deviation of a row that holds a flipped FP8 code inside: one step of one operand of a short sum."""
+
+BF16_BITS = 8
+"""Significant bits of bfloat16."""
+
+
+class ConformanceFailure(AssertionError):
+    """A kernel breaks its contract; the message names operation, sample and what differs."""
+
+
+def _paired(actual: Any, expected: Any) -> tuple[list[tuple[str, Tensor, Tensor]], str | None]:
+    left, right = list(leaves(actual)), list(leaves(expected))
+    if [path for path, _ in left] != [path for path, _ in right]:
+        names = [", ".join(path or "result" for path, _ in side) or "nothing" for side in (left, right)]
+        return [], f"the result consists of {names[0]}, expected {names[1]}"
+    return [(path or "result", a.cpu(), e.cpu()) for (path, a), (_, e) in zip(left, right, strict=True)], None
+
+
+def difference(
+    actual: Any, expected: Any, compare: Callable[[Tensor, Tensor], str | None], *, ignore: tuple[str, ...] = ()
+) -> str | None:
+    """First difference of two results, leaf by leaf, or None."""
+    pairs, problem = _paired(actual, expected)
+    if problem:
+        return problem
+    for path, a, e in pairs:
+        found = None if path in ignore else compare(a, e)
+        if found:
+            return f"{path}: {found}"
+    return None
+
+
+def bit_difference(actual: Tensor, expected: Tensor) -> str | None:
+    """Where two tensors differ in any bit."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"{_kind(actual)}, expected {_kind(expected)}"
+    if same_bits(actual, expected):
+        return None
+    wrong = bits(actual) != bits(expected)
+    return f"{int(wrong.sum())} of {wrong.numel()} elements differ in bits, {_example(actual, expected, wrong)}"
+
+
+def value_difference(actual: Tensor, expected: Tensor, rtol: float, *, may_flip: bool = False) -> str | None:
+    """Whether values are further from the float64 result than `rtol` of its largest magnitude.
+
+    Integers must be equal, infinities lie at the same places, NaN is never right. With `may_flip` one row in sixteen,
+    and one more, may be off by the step of an inner code.
+    """
+    if actual.shape != expected.shape:
+        return f"{_kind(actual)}, expected {_kind(expected)}"
+    if not expected.is_floating_point():
+        wrong = actual != expected
+        return f"{int(wrong.sum())} values differ, {_example(actual, expected, wrong)}" if bool(wrong.any()) else None
+    a, e = actual.to(torch.float64), expected.to(torch.float64)
+    infinite = torch.isinf(e)
+    wrong = torch.isnan(a) | (torch.isinf(a) & (a != e)) | (infinite & (a != e))
+    if bool(wrong.any()):
+        return f"{int(wrong.sum())} values are not finite where they should be or the reverse, {_example(a, e, wrong)}"
+    largest = float(e.masked_fill(infinite, 0).abs().max()) if e.numel() else 0.0
+    error = (a - e).abs().masked_fill(infinite, 0)
+    wrong = error > rtol * largest
+    if not bool(wrong.any()):
+        return None
+    if may_flip and float(error.max()) <= FLIP_RTOL * largest:
+        rows = wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong
+        if int(rows.sum()) <= 1 + rows.shape[0] // 16:
+            return None
+    worst = float(error.max()) / largest if largest else float("inf")
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} values are off by up to {worst:.2e} of the largest, "
+        f"allowed {rtol:.1e}, {_example(a, e, wrong)}"
+    )
+
+
+def code_difference(
+    actual: Tensor, expected: Tensor, exact: Tensor, row_format: RowFormat, flip_share: float
+) -> str | None:
+    """Compare packed rows: scales exact, a code one step off only near a rounding boundary, and seldom.
+
+    Args:
+        actual, expected: [..., row bytes] uint8.
+        exact: [..., width] float64 values that the codes stand for, before rounding.
+        row_format: a quantised format.
+        flip_share: allowed share of flipped codes; one code is always allowed.
+    """
+    split = row_format.data_bytes
+    scales = bit_difference(actual[..., split:], expected[..., split:])
+    if scales:
+        return f"scales: {scales}"
+    ranks = [_ranks(rows[..., :split], row_format) for rows in (actual, expected)]
+    flipped = ranks[0] != ranks[1]
+    if not bool(flipped.any()):
+        return None
+    far = (ranks[0] - ranks[1]).abs() > 1
+    values = [_values(rows, row_format) for rows in (actual, expected)]
+    if bool(far.any()):
+        return f"{int(far.sum())} codes are more than one step off, {_example(values[0], values[1], far)}"
+    boundary = (values[0] + values[1]) / 2
+    ulp = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=1e-300))) - (BF16_BITS - 1))
+    clear = flipped & ((exact - boundary).abs() > 2 * ulp)
+    if bool(clear.any()):
+        return f"{int(clear.sum())} codes are wrong away from a rounding boundary, {_example(values[0], exact, clear)}"
+    allowed = max(1, int(flip_share * flipped.numel()))
+    if int(flipped.sum()) > allowed:
+        return f"{int(flipped.sum())} of {flipped.numel()} codes lie one step off, allowed {allowed}"
+    return None
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def _codes(data: Tensor, row_format: RowFormat) -> Tensor:
+    if row_format.name == "fp8_block32":
+        return data.to(torch.int64)
+    return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).to(torch.int64)
+
+
+def _ranks(data: Tensor, row_format: RowFormat) -> Tensor:
+    """Codes as integers in the order of their values; both zeros are 0."""
+    codes, sign = _codes(data, row_format), 0x80 if row_format.name == "fp8_block32" else 0x8
+    return torch.where(codes >= sign, -(codes - sign), codes)
+
+
+def _values(rows: Tensor, row_format: RowFormat) -> Tensor:
+    split = row_format.data_bytes
+    data, scales = rows[..., :split].contiguous(), rows[..., split:].contiguous()
+    if row_format.name == "fp8_block32":
+        values = data.view(torch.float8_e4m3fn).to(torch.float64)
+    else:
+        codes = _codes(data, row_format)
+        values = _E2M1[codes & 7] * torch.where(codes >= 8, -1.0, 1.0)
+    if row_format.name == "fp4_block16":
+        scale = scales.view(torch.float8_e4m3fn).to(torch.float64)
+    else:
+        scale = torch.exp2(scales.to(torch.float64) - 127)
+    return values * scale.repeat_interleave(row_format.width // row_format.scale_bytes, -1)
+
+
+def _kind(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _example(actual: Tensor, expected: Tensor, wrong: Tensor) -> str:
+    place = tuple(int(index) for index in wrong.nonzero()[0])
+    return f"first at {list(place)}: {actual[place].item()!r}, expected {expected[place].item()!r}"
