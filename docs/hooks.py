@@ -187,7 +187,7 @@ def _default(item: Any) -> str:
 
 def _call(name: str, signature: inspect.Signature) -> str:
     """A call as code, one parameter a line if it is long."""
-    arguments = []
+    arguments: list[str] = []
     for item in signature.parameters.values():
         if item.kind is item.KEYWORD_ONLY and not any(argument.startswith("*") for argument in arguments):
             arguments.append("*")

@@ -31,9 +31,6 @@ __all__ = ["ROW_TILE", "SUM_CHUNK", "cpu_kernels", "tile_product"]
 ROW_TILE = 16
 SUM_CHUNK = 512
 
-BATCHED_REFERENCES = ("attend", "index_scores")
-"""References whose batched products keep one shape per row: bound as they are, they are row-invariant here."""
-
 
 def tile_product(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T in the dtype of the operands with a summation order that depends on K alone.
@@ -104,5 +101,8 @@ def cpu_kernels(numerics: Numerics) -> dict[str, Kernel]:
     native = {function.__name__: function for function in (linear, linear_accumulate, grouped_linear, expert_ffn)}
     kernels = {name: Kernel(function, Determinism.ROW_INVARIANT) for name, function in native.items()}
     note = "reference; batched products keep one shape per row"
-    kernels["attend"] = Kernel(CONTRACTS["attend"].reference, Determinism.ROW_INVARIANT, note=note)
+    attend = CONTRACTS["attend"].reference
+    if attend is None:
+        raise RuntimeError("the contract `attend` is expected to have a reference")
+    kernels["attend"] = Kernel(attend, Determinism.ROW_INVARIANT, note=note)
     return kernels

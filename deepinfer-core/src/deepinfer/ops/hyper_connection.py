@@ -67,8 +67,8 @@ def _logit_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
         arguments = {"logits": normal(generator, rows, 24), "base": normal(generator, 24, scale=0.5)}
         yield Sample(label, {**arguments, "scale": torch.ones(3), "iterations": 20, "eps": 1e-6}, ("logits",))
     hard = normal(generator, 9, 24, scale=8.0)
-    arguments = {"logits": hard, "base": torch.zeros(24), "scale": torch.ones(3), "iterations": 20, "eps": 1e-6}
-    yield Sample("hard logits", arguments, ("logits",))
+    flat = {"logits": hard, "base": torch.zeros(24), "scale": torch.ones(3)}
+    yield Sample("hard logits", {**flat, "iterations": 20, "eps": 1e-6}, ("logits",))
 
 
 @op(samples=_logit_samples, tolerance=Tolerance(rtol=2e-5, bf16_rtol=2e-5))

@@ -7,7 +7,7 @@ the compute dtype, because every stored value is exact in bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,18 +61,7 @@ def unpack(placement: Placement, handle: Any) -> dict[str, Tensor]:
     if isinstance(handle, EngramTable):
         return {parts[0].name: handle.codes, parts[1].name: handle.scales}
     if isinstance(handle, ExpertWeights):
-        width = handle.down.shape[2]
-        tensors = []
-        for gate_up, down, up_scales, down_scales in zip(
-            handle.gate_up, handle.down, handle.gate_up_scales, handle.down_scales, strict=True
-        ):
-            for values, scales in (
-                (gate_up[:width], up_scales[:width]),
-                (gate_up[width:], up_scales[width:]),
-                (down, down_scales),
-            ):
-                tensors += [_fp4_codes(values, scales), scales]
-        return dict(zip((part.name for part in parts), tensors, strict=True))
+        return dict(zip((part.name for part in parts), _expert_tensors(handle), strict=True))
     rows = [part.shape[0] for part in parts if part.dtype != "F8_E8M0"]
     blocks = handle.values.split(rows)
     if handle.scales is None:
@@ -84,6 +73,16 @@ def unpack(placement: Placement, handle: Any) -> dict[str, Tensor]:
         codes = values.float() / grid[: values.shape[0], : values.shape[1]]
         tensors += [codes.to(torch.float8_e4m3fn), scales]
     return dict(zip((part.name for part in parts), tensors, strict=True))
+
+
+def _expert_tensors(experts: Any) -> Iterator[Tensor]:
+    """Codes and scales of w1, w3 and w2, expert by expert."""
+    for gate_up, up_scales, down, down_scales in zip(
+        experts.gate_up, experts.gate_up_scales, experts.down, experts.down_scales, strict=True
+    ):
+        pairs = zip((*gate_up.chunk(2), down), (*up_scales.chunk(2), down_scales), strict=True)
+        for values, scales in pairs:
+            yield from (_fp4_codes(values, scales), scales)
 
 
 def _fp4_codes(values: Tensor, scales: Tensor) -> Tensor:
