@@ -13,6 +13,7 @@ from deepinfer.backend.capabilities import Capabilities
 from deepinfer.backend.identity import numerics_id, numerics_parts
 from deepinfer.backend.kernels import KernelTable, all_contracts
 from deepinfer.backend.numerics import Numerics
+from deepinfer.cpu import self_check
 from deepinfer.cpu.backend import create_backend
 from deepinfer.cpu.runtime import CpuRuntime
 from deepinfer.errors import CapabilityError, CapacityError, ConfigError
@@ -121,3 +122,23 @@ def test_process_settings_are_applied_once_and_refused_on_disagreement(monkeypat
     with pytest.raises(ConfigError, match="'nope' is no process-wide setting; known: num_threads"):
         process.apply_process_settings({"nope": 1}, "engine")
     assert threads == [2]
+
+
+def test_cpu_keeps_rows_independent_and_says_so_in_doctor():
+    assert self_check.row_variant_products() == ()
+    assert create_backend().capabilities().row_invariant
+    assert [check.status for check in create_backend().doctor()] == ["ok"]
+
+
+def test_cpu_withdraws_the_promise_where_the_self_check_fails(monkeypatch):
+    monkeypatch.setattr(self_check, "tile_product", lambda x, weight: x @ weight.T + x.shape[0])
+    self_check.row_variant_products.cache_clear()
+    try:
+        backend = create_backend()
+        (check,) = backend.doctor()
+        assert check.status == "warning"
+        assert "float32 [rows, 32] x [32, 24]" in check.detail
+        with pytest.raises(CapabilityError, match="backend 'cpu' does not promise that a row's bits are independent"):
+            KernelTable.bind(all_contracts(), backend, Numerics(batch_invariant=True))
+    finally:
+        self_check.row_variant_products.cache_clear()

@@ -312,3 +312,12 @@ def test_workspace_is_the_largest_request(contracts, fake, kernel):
     assert bind(contracts, fake(kernels=kernels)).workspace_bytes(limits) == 100
     assert bind(contracts, fake(kernels=kernels), overrides="shift=reference").workspace_bytes(limits) == 32
     assert bind(contracts, fake()).workspace_bytes(limits) == 0
+
+
+def test_override_that_nothing_reaches_is_said(contracts, fake, kernel, caplog):
+    backend = fake(kernels={"block": kernel(native_block)})
+    bind(contracts, backend, overrides="scale=reference")
+    assert "DEEPINFER_OPS: nothing calls scale, for the large operations around it are native" in caplog.text
+    caplog.clear()
+    bind(contracts, backend, overrides="scale=reference,block=composite")
+    assert not caplog.records

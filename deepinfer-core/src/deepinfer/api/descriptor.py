@@ -132,7 +132,7 @@ class BackendDescriptor(Descriptor):
 
 @dataclass(frozen=True)
 class ModelDescriptor(Descriptor):
-    """A model family; the factory is what `deepinfer.engine` calls to build it.
+    """A model family; the factory takes (checkpoint directory, backend, settings, resolver of backends by name).
 
     Attributes:
         architectures: values of `architectures` in a checkpoint's config that it serves.

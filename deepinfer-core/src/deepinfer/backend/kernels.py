@@ -12,7 +12,7 @@ from deepinfer.backend.backend import Backend, StepLimits
 from deepinfer.backend.binder import Binder, Binding
 from deepinfer.backend.capabilities import Capabilities
 from deepinfer.backend.numerics import Numerics
-from deepinfer.backend.overrides import nearest, parse_overrides
+from deepinfer.backend.overrides import OpOverrides, nearest, parse_overrides
 from deepinfer.errors import CapabilityError
 from deepinfer.ops.contract import CONTRACTS, OpContract
 
@@ -99,9 +99,11 @@ class KernelTable:
         """
         capabilities = backend.capabilities(device)
         check_numerics(backend, capabilities, numerics)
-        binder = Binder(contracts, backend, capabilities, numerics, parse_overrides(overrides, contracts), resolve)
+        parsed = parse_overrides(overrides, contracts)
+        binder = Binder(contracts, backend, capabilities, numerics, parsed, resolve)
         binder.bind_all()
         possible = binder.mark_reachable(roots)
+        _warn_unreached(binder.bindings, parsed)
         _refuse_missing(backend, binder.bindings)
         if not capabilities.references_intended:
             _apply_policy(backend, binder.bindings, fallback)
@@ -147,6 +149,16 @@ class KernelTable:
         kinds = [binding.kind for binding in self.bindings()]
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
         return f"KernelTable({self.backend_name!r}: {counts})"
+
+
+def _warn_unreached(bindings: Mapping[str, Binding], overrides: OpOverrides) -> None:
+    """Say so when an override has no effect because the large ops around it are native."""
+    idle = [op for op in overrides.named if not bindings[op].reachable]
+    if idle:
+        _logger.warning(
+            "DEEPINFER_OPS: nothing calls %s, for the large operations around it are native; set them to `composite`",
+            ", ".join(idle),
+        )
 
 
 def _refuse_missing(backend: Backend, bindings: Mapping[str, Binding]) -> None:

@@ -14,6 +14,7 @@ from deepinfer.api.backend import (
     COLLECTIVES,
     Backend,
     Capabilities,
+    Check,
     Communicator,
     DeviceRuntime,
     Handle,
@@ -27,6 +28,7 @@ from deepinfer.cpu import weights
 from deepinfer.cpu.communicator import GlooCommunicator
 from deepinfer.cpu.kernels import cpu_kernels
 from deepinfer.cpu.runtime import CpuRuntime
+from deepinfer.cpu.self_check import row_variant_products
 
 __all__ = ["CpuBackend", "create_backend"]
 
@@ -53,7 +55,7 @@ class CpuBackend(Backend):
             collectives=frozenset(COLLECTIVES),
             fixed_order_collectives=GlooCommunicator.fixed_order,
             max_draft=64,
-            row_invariant=True,
+            row_invariant=not row_variant_products(),
             row_invariant_references=frozenset({ALL_OPS, *ROW_INVARIANT_COMPOSITIONS}),
             references_intended=True,
             engram_placements=("mmap", "host"),
@@ -83,6 +85,14 @@ class CpuBackend(Backend):
     def unpack(self, placement: Placement, handle: Handle) -> dict[str, torch.Tensor]:
         """The checkpoint's bytes again."""
         return weights.unpack(placement, handle)
+
+    def doctor(self) -> list[Check]:
+        """Test on this machine that a row's bits do not depend on its neighbours."""
+        found = row_variant_products()
+        if not found:
+            return [Check("row-invariance of cpu", "ok", "products of this machine keep rows independent")]
+        detail = f"rows depend on their neighbours in: {', '.join(found)}; DEEPINFER_BATCH_INVARIANT=1 is refused"
+        return [Check("row-invariance of cpu", "warning", detail, "report the processor and the version of PyTorch")]
 
 
 def create_backend() -> CpuBackend:

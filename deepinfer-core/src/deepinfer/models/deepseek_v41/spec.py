@@ -163,8 +163,10 @@ def load(
         )
 
 
-def build(path: Path, backend: Backend, settings: Settings) -> DeepseekV41:
-    """Factory of the model descriptor: load with the process's settings."""
+def build(
+    path: Path, backend: Backend, settings: Settings, resolve: Callable[[str], Backend] | None = None
+) -> DeepseekV41:
+    """Factory of the model descriptor: load with the process's settings; `resolve` gives other backends by name."""
     return load(
         path,
         backend,
@@ -173,4 +175,5 @@ def build(path: Path, backend: Backend, settings: Settings) -> DeepseekV41:
         max_draft=settings.use_nextn_decode,
         fallback=settings.fallback,
         overrides=settings.ops,
+        resolve=resolve,
     )
