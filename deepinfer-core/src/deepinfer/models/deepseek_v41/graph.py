@@ -67,7 +67,7 @@ class Graph:
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: Any) -> None:
         self.config, self.weights = config, weights
-        device = weights.embedding.device
+        device, self._dtype = weights.embedding.device, weights.embedding.dtype
         scaling = config.rope_scaling
         rotated = config.qk_rope_head_dim
         self._plain = plain_frequencies(rotated, config.rope_theta).to(device)
@@ -189,7 +189,7 @@ class Graph:
         cache = storage.entry_caches[role.kv_source] if role.kv_source is not None else None
         if layer.compressor is not None:
             starts = angles.group_start[role.ratio]
-            self._compress(projected.latent, projected.gate, rows.values.dtype, step, cache, layer.compressor, *starts)
+            self._compress(projected.latent, projected.gate, self._dtype, step, cache, layer.compressor, *starts)
         if layer.index is not None:
             stack.selection, stack.blocks = self._index_select(
                 projected.index_query, projected.index_weights, step, cache, layer.index, cos, sin, stack.blocks
