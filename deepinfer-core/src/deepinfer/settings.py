@@ -88,10 +88,6 @@ class Settings(BaseSettings):
         description="Source of single operations: `op=source,...` with source `native`, `reference`, `composite` or a "
         "backend name; `*` stands for every operation that is not named.",
     )
-    enforce_eager: bool = Field(False, description="Never capture graphs, even on a backend that can.")
-    disable_sync_guard: bool = Field(
-        False, description="Turn off the guard that makes hidden waits for the device an error inside a step."
-    )
 
     # Scheduler and caches.
     page_size: int = Field(128, ge=2, description="Tokens per cache page; a multiple of the largest compress ratio.")
@@ -104,14 +100,8 @@ class Settings(BaseSettings):
     max_model_len: int | None = Field(
         None, ge=1, description="Most tokens of prompt and output together. Empty: what the model and the memory allow."
     )
-    num_state_slots_ratio: float = Field(
-        1.2, ge=1.0, description="State slots per running sequence; the surplus serves snapshots and hand-over."
-    )
     use_nextn_decode: int = Field(
         5, ge=0, description="Most draft tokens per sequence and step (N); 0 turns drafting off."
-    )
-    max_backtracking_tokens: int = Field(
-        0, ge=0, description="Extra ring rows beyond window + 2(N + 1), for hooks that go back further."
     )
 
     # Memory and loading.
@@ -121,23 +111,12 @@ class Settings(BaseSettings):
     cache_memory: int | None = Field(
         None, ge=1, description="Bytes for pages and state slots. Empty: what is left after weights and workspaces."
     )
-    engram_placement: Literal["auto", "device", "host", "mmap"] = Field(
-        "auto", description="Where the Engram tables live; `auto` lets the backend choose and reports the choice."
-    )
-    index_attn_memory_limit: int = Field(
-        1 << 30,
-        ge=1 << 20,
-        description="Most bytes of index scores that exist at once; long prompts are cut into blocks.",
-    )
-    load_workers: int = Field(4, ge=1, le=256, description="Threads that read a checkpoint.")
     num_threads: int | None = Field(
         None, ge=1, description="Threads of the CPU backend. Empty: the default of PyTorch. Never changes a bit."
     )
-    gloo_timeout: int = Field(14400, ge=1, description="Seconds that a collective on the control group may take.")
 
     # Reports.
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="Level of the logger.")
-    logging_interval_step: int = Field(100, ge=0, description="Steps between two lines of statistics; 0 writes none.")
 
     @field_validator("*", mode="before")
     @classmethod

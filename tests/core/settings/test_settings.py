@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +148,11 @@ def test_any_text_gives_a_value_or_a_config_error(text):
 def test_settings_import_no_torch():
     code = "import sys, deepinfer.settings as s; s.load_settings(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_setting_is_read_by_something():
+    core = Path(__file__).parents[3] / "deepinfer-core" / "src" / "deepinfer"
+    text = "\n".join(file.read_text() for file in core.rglob("*.py"))
+    read_at_start = {"plugins", "log_level"}
+    idle = [name for name in Settings.model_fields if not re.search(rf"(settings|self)\.{name}\b", text)]
+    assert set(idle) <= read_at_start
