@@ -61,8 +61,11 @@ def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]
     Returns:
         cos, sin: [T, R / 2] float32.
     """
-    angles = positions.clamp(min=0).to(torch.float32)[:, None] * frequencies
-    return torch.cos(angles), torch.sin(angles)
+    angles = positions.clamp(min=0).to(torch.float32)[:, None] * frequencies.to(torch.float32)
+    angles = angles.to(frequencies.dtype)
+    # The release builds its table with polar, whose last bit differs from that of cos and sin in some places.
+    turned = torch.polar(torch.ones_like(angles), angles)
+    return turned.real.contiguous(), turned.imag.contiguous()
 
 
 def _rope_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
