@@ -1,25 +1,38 @@
-"""Every golden test that names `golden` or `prompt` runs over all sets that were found."""
+"""Every golden test that names `golden`, `prompt` or `mode` runs over all sets that were found."""
 
 from __future__ import annotations
 
 import pytest
 from support.golden import golden_root, golden_sets
 
+MODES = ("off", "on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "recorded(name): only prompts and modes for which the set has such an array")
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    sets = golden_sets()
-    if "prompt" in metafunc.fixturenames:
-        prompts = [(golden, prompt) for golden in sets for prompt in golden.prompts]
-        values = [pytest.param(prompt, id=f"{golden.name}-{prompt.key}") for golden, prompt in prompts]
-        _parametrize(metafunc, "prompt", values)
-    elif "golden" in metafunc.fixturenames:
-        _parametrize(metafunc, "golden", [pytest.param(golden, id=golden.name) for golden in sets])
-    if "mode" in metafunc.fixturenames:
-        metafunc.parametrize("mode", ["off", "on"])
-
-
-def _parametrize(metafunc: pytest.Metafunc, name: str, values: list) -> None:
+    sets, names = golden_sets(), metafunc.fixturenames
+    modes = MODES if "mode" in names else ("",)
+    subject = "prompt" if "prompt" in names else "golden"
+    if subject not in names:
+        return
+    marker = metafunc.definition.get_closest_marker("recorded")
+    values = []
+    for golden in sets:
+        for mode in modes:
+            for item in golden.prompts if subject == "prompt" else (golden,):
+                if marker is not None and not item.names(f"{mode}.{marker.args[0]}"):
+                    continue
+                parts = (golden.name, getattr(item, "key", ""), mode)
+                values.append(pytest.param(item, mode, id="-".join(part for part in parts if part)))
     if not values:
-        mark = pytest.mark.skip(reason=f"no golden sets in {golden_root()}; set DEEPINFER_TEST_GOLDEN")
-        values = [pytest.param(None, marks=mark, id="none")]
-    metafunc.parametrize(name, values)
+        skip = pytest.mark.skip(reason=f"no golden data in {golden_root()}; set DEEPINFER_TEST_GOLDEN")
+        values = [pytest.param(None, "", marks=skip, id="none")]
+    if modes == MODES:
+        metafunc.parametrize((subject, "mode"), values)
+    else:
+        metafunc.parametrize(
+            subject, [pytest.param(value.values[0], id=value.id, marks=value.marks) for value in values]
+        )

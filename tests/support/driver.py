@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from deepinfer.cache.layout import POISON
 from deepinfer.engine.runner import history_length, pack_plan
 from deepinfer.models.deepseek_v41.graph import Graph
@@ -15,9 +17,22 @@ from deepinfer.models.deepseek_v41.spec import DeepseekV41
 from deepinfer.ops.draft import DraftResult
 from deepinfer.ops.metadata import SlotRecords, StepInputs
 from deepinfer.scheduler.plan import SamplingRows, StepPlan
-from torch import Tensor
 
 __all__ = ["Driver", "Part", "Step", "insert_padding", "splits_of"]
+
+ROW_FIELDS = (
+    "token_ids",
+    "positions",
+    "slots",
+    "first_positions",
+    "sequences",
+    "history",
+    "is_image",
+    "window_low",
+    "commit_rows",
+    "last_positions",
+)
+"""Per-row fields of `StepInputs` that padding leaves as they are; `first_rows` moves too."""
 
 
 @dataclass(frozen=True)
@@ -236,10 +251,6 @@ def insert_padding(inputs: StepInputs, gaps: Sequence[int]) -> StepInputs:
         out[place[live]] = values[live]
         return out
 
-    rows = {
-        name: spread(getattr(inputs, name))
-        for name in ("token_ids", "positions", "slots", "first_positions", "sequences", "history", "is_image")
-        + ("window_low", "commit_rows", "last_positions")
-    }
+    rows = {name: spread(getattr(inputs, name)) for name in ROW_FIELDS}
     first = torch.where(live, inputs.first_rows + shift, -1)
     return dataclasses.replace(inputs, first_rows=spread(first), **rows)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from deepinfer.backend.numerics import Numerics
 from deepinfer.cpu.backend import create_backend
 from deepinfer.models.deepseek_v41.spec import DeepseekV41, load

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from support.driver import Driver
 from support.golden import GoldenSet, Prompt
-from torch import Tensor
 
 __all__ = ["DraftRun", "GreedyRun", "distance", "greedy_run", "judge", "prompt_logits"]
 
