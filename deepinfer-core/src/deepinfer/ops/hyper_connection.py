@@ -23,6 +23,7 @@ __all__ = [
     "hyper_connection_mixes",
     "initial_mixes",
     "mixes_from_logits",
+    "sample_boundary",
 ]
 
 POST_MULTIPLIER = 2.0
@@ -56,10 +57,11 @@ class HyperConnectionWeights:
 
 
 def initial_mixes(rows: int, streams: int, dtype: torch.dtype, device: torch.device) -> Mixes:
-    """Mixes before the first sub-layer: it reads stream 0; nothing was computed yet, so post and comb are not read."""
+    """Mixes before the first sub-layer: it reads stream 0, and expanding with them changes nothing."""
     pre = torch.zeros(rows, streams, dtype=dtype, device=device)
     pre[:, 0] = 1.0
-    return Mixes(pre, torch.zeros_like(pre), torch.zeros(rows, streams, streams, dtype=dtype, device=device))
+    identity = torch.eye(streams, dtype=dtype, device=device).expand(rows, -1, -1).contiguous()
+    return Mixes(pre, torch.zeros_like(pre), identity)
 
 
 def _logit_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
@@ -181,20 +183,26 @@ def hyper_connection_collapse(streams: Tensor, pre: Tensor) -> Tensor:
     return collapsed.to(streams.dtype)
 
 
+def sample_boundary(generator: torch.Generator, d: int) -> HyperConnectionWeights:
+    """Random weights of a boundary, the linear in checkpoint bytes."""
+    fn: Any = _raw_fn(generator, d)
+    return HyperConnectionWeights(
+        fn=fn,
+        base=normal(generator, 24, scale=0.5),
+        scale=torch.ones(3),
+        norm=1 + 0.1 * normal(generator, d),
+        iterations=20,
+        eps=1e-6,
+        norm_eps=1e-20,
+        quantise=True,
+    )
+
+
 def _boundary_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     d = {"tiny": 64, "odd": 96, "real": 5120}[size]
-    for sample in _stream_samples("tiny" if size == "tiny" else size, generator):
+    weights = sample_boundary(generator, d)
+    for sample in _stream_samples(size, generator):
         rows = sample.kwargs["streams"].shape[0]
-        weights = HyperConnectionWeights(
-            fn=_raw_fn(generator, d),  # type: ignore[arg-type]
-            base=normal(generator, 24, scale=0.5),
-            scale=torch.ones(3),
-            norm=1 + 0.1 * normal(generator, d),
-            iterations=20,
-            eps=1e-6,
-            norm_eps=1e-20,
-            quantise=True,
-        )
         arguments = {"streams": normal(generator, rows, 4, d), "previous": sample.kwargs["mixes"], "weights": weights}
         row_args = ("streams", "branch", "previous")
         yield Sample(sample.label, {**arguments, "branch": normal(generator, rows, d)}, row_args)
@@ -242,7 +250,10 @@ def _head_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
     for sample in _stream_samples(size, generator):
         d = sample.kwargs["streams"].shape[-1]
         arguments = {**sample.kwargs, "norm": 1 + 0.1 * normal(generator, d), "norm_eps": 1e-20}
-        yield Sample(sample.label, arguments, sample.row_args)
+        yield Sample(sample.label, {**arguments, "rows": None}, sample.row_args)
+        if count := sample.kwargs["streams"].shape[0]:
+            picked = torch.tensor([count - 1, -1, 0])
+            yield Sample(f"{sample.label}, picked rows", {**arguments, "rows": picked})
 
 
 @composite(
@@ -251,9 +262,10 @@ def _head_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
     activations=("streams", "branch"),
 )
 def hyper_connection_head(kernels: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """After the last sub-layer: expand, collapse with its own pre mix, norm.
+    """After the last sub-layer: expand, collapse with its own pre mix, norm, for the rows that are asked for.
 
-    Call: (streams, branch, mixes, norm [d], norm_eps) -> (collapsed [T, d], normed [T, d]).
+    Call: (streams [T, m, d], branch [T, d], mixes, rows [S] int64 or None for all, norm [d], norm_eps) ->
+    (collapsed [S, d], normed [S, d]). A row of -1 gives what row 0 gives; nobody may use it.
     """
     expand, collapse, rms_norm = (
         kernels.hyper_connection_expand,
@@ -262,8 +274,12 @@ def hyper_connection_head(kernels: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     )
 
     def hyper_connection_head(
-        streams: Tensor, branch: Tensor, mixes: Mixes, norm: Tensor, norm_eps: float
+        streams: Tensor, branch: Tensor, mixes: Mixes, rows: Tensor | None, norm: Tensor, norm_eps: float
     ) -> tuple[Tensor, Tensor]:
+        if rows is not None:
+            index = rows.clamp(min=0)
+            streams, branch = streams[index], branch[index]
+            mixes = Mixes(mixes.pre[index], mixes.post[index], mixes.comb[index])
         collapsed = collapse(expand(streams, branch, mixes), mixes.pre)
         return collapsed, rms_norm(collapsed, norm, norm_eps)
 

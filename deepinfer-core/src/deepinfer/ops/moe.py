@@ -12,12 +12,15 @@ from torch import Tensor
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, composite, op
 from deepinfer.ops.elementary import silu, softplus
 from deepinfer.ops.handles import DenseWeight, ExpertWeights, Rows, accumulate_dtype
-from deepinfer.ops.quant import FP8_BLOCK32, RowFormat, round_rows
-from deepinfer.ops.sample_inputs import RawWeight, RowsInput, fp4_bytes, fp8_bytes, normal, row_counts
+from deepinfer.ops.quant import FP8_BLOCK32, RowFormat
+from deepinfer.ops.sample_inputs import RawWeight, RowsInput, fp4_bytes, fp8_weight, normal, plain_weight, row_counts
 
-__all__ = ["MoeWeights", "expert_ffn", "gated_activation", "moe_block", "moe_combine", "route"]
+__all__ = ["MoeWeights", "expert_ffn", "gated_activation", "moe_block", "moe_combine", "route", "sample_moe"]
 
 ROUTER_SUM_GUARD = 1e-20
+
+_BLOCK_SIZES = {"tiny": (4, 64, 64, 2), "odd": (5, 96, 160, 3), "real": (8, 2304, 5120, 6)}
+"""Experts, their width, hidden size and choices per token of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def _raw_experts(generator: torch.Generator, experts: int, width: int, d: int) -
 
 
 def _expert_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    experts, width, d, k = {"tiny": (4, 64, 64, 2), "odd": (5, 96, 160, 3), "real": (8, 2304, 5120, 6)}[size]
+    experts, width, d, k = _BLOCK_SIZES[size]
     raw = _raw_experts(generator, experts, width, d)
     for label, rows in row_counts(size):
         ids = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(rows)]) if rows else None
@@ -132,38 +135,40 @@ def _expert_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
         yield Sample(label, arguments, ("rows", "ids", "weights"))
 
 
-@op(
+@composite(
+    uses=("linear", "gated_activation", "round_rows"),
     samples=_expert_samples,
     determinism=Determinism.RUN_TO_RUN,
     tolerance=Tolerance(rtol=5e-6, flip_share=1e-3),
     activations=("rows",),
 )
-def expert_ffn(
-    rows: Rows, ids: Tensor, weights: Tensor, experts: ExpertWeights, limit: float, quantise: bool
-) -> Tensor:
+def expert_ffn(kernels: Any) -> Callable[..., Tensor]:
     """Outputs of the chosen experts, one per (row, choice); the routing weight is applied before the down product.
 
-    Args:
-        rows: [T, d].
-        ids: [T, k] int64; -1 chooses nothing and gives zeros.
-        weights: [T, k].
-        quantise: round the hidden activation to FP8 per 32 channels before the down product.
-
-    Returns:
-        [T, k, d] in the compute dtype.
+    Call: (rows [T, d], ids [T, k] int64 where -1 chooses nothing and gives zeros, weights [T, k], experts, limit,
+    quantise: round the hidden activation to FP8 per 32 channels before the down product) -> [T, k, d] compute dtype.
     """
-    x = rows.quantised
-    accumulate = accumulate_dtype(x.dtype)
-    flat = ids.flatten()
-    out = x.new_zeros(flat.shape[0], x.shape[1])
-    for expert in flat[flat >= 0].unique().tolist():
-        pairs = (flat == expert).nonzero().squeeze(-1)
-        gate_up = x[pairs // ids.shape[1]].to(accumulate) @ experts.gate_up[expert].to(accumulate).T
-        hidden = gated_activation(gate_up.to(x.dtype), limit, weights.flatten()[pairs])
-        if quantise:
-            hidden = round_rows(hidden, RowFormat(FP8_BLOCK32, hidden.shape[-1]))
-        out[pairs] = (hidden.to(accumulate) @ experts.down[expert].to(accumulate).T).to(x.dtype)
-    return out.view(*ids.shape, x.shape[1])
+    linear, activation, round_rows = kernels.linear, kernels.gated_activation, kernels.round_rows
+
+    def product(x: Tensor, values: Tensor) -> Tensor:
+        result: Tensor = linear(Rows(x, x), DenseWeight(values, quantised=True))
+        return result
+
+    def expert_ffn(
+        rows: Rows, ids: Tensor, weights: Tensor, experts: ExpertWeights, limit: float, quantise: bool
+    ) -> Tensor:
+        x, flat = rows.quantised, ids.flatten()
+        out = x.new_zeros(flat.shape[0], x.shape[1])
+        for expert in flat[flat >= 0].unique().tolist():
+            pairs = (flat == expert).nonzero().squeeze(-1)
+            gate_up = product(x[pairs // ids.shape[1]], experts.gate_up[expert])
+            hidden = activation(gate_up, limit, weights.flatten()[pairs])
+            if quantise:
+                hidden = round_rows(hidden, RowFormat(FP8_BLOCK32, hidden.shape[-1]))
+            out[pairs] = product(hidden, experts.down[expert])
+        return out.view(*ids.shape, x.shape[1])
+
+    return expert_ffn
 
 
 def _combine_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
@@ -190,29 +195,28 @@ def moe_combine(routed: Tensor, shared: Tensor) -> Tensor:
     return (total + shared.to(accumulate)).to(shared.dtype)
 
 
-def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    experts, width, d, k = {"tiny": (4, 64, 64, 2), "odd": (5, 96, 160, 3), "real": (8, 2304, 5120, 6)}[size]
-
-    def fp8(*shapes: tuple[int, int]) -> RawWeight:
-        tensors: dict[str, Tensor] = {}
-        for part, (n, columns) in enumerate(shapes):
-            codes, scales = fp8_bytes(generator, n, columns)
-            tensors |= {f"{part}.weight": codes, f"{part}.scale": scales}
-        return RawWeight("fp8_block32", tensors, shapes)
-
-    gate = normal(generator, experts, d, scale=d**-0.5).to(torch.bfloat16)
-    weights = MoeWeights(
-        gate=RawWeight("bf16", {"gate.weight": gate}, ((experts, d),)),  # type: ignore[arg-type]
+def sample_moe(generator: torch.Generator, size: SampleSize) -> MoeWeights:
+    """Random weights of a block, stored weights in checkpoint bytes."""
+    experts, width, d, k = _BLOCK_SIZES[size]
+    stored: dict[str, Any] = {
+        "gate": plain_weight(generator, "bf16", experts, d),
+        "experts": _raw_experts(generator, experts, width, d),
+        "shared_gate_up": fp8_weight(generator, (width, d), (width, d)),
+        "shared_down": fp8_weight(generator, (d, width)),
+    }
+    return MoeWeights(
+        **stored,
         bias=normal(generator, experts, scale=0.1),
         image_bias=normal(generator, experts, scale=0.1),
-        experts=_raw_experts(generator, experts, width, d),  # type: ignore[arg-type]
-        shared_gate_up=fp8((width, d), (width, d)),  # type: ignore[arg-type]
-        shared_down=fp8((d, width)),  # type: ignore[arg-type]
         top_k=k,
         scale=1.5,
         limit=10.0,
         quantise=True,
     )
+
+
+def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    weights, d = sample_moe(generator, size), _BLOCK_SIZES[size][2]
     for label, rows in row_counts(size):
         is_image = torch.rand(rows, generator=generator) < 0.3
         arguments = {"rows": RowsInput(normal(generator, rows, d)), "weights": weights, "is_image": is_image}
@@ -225,15 +229,19 @@ def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
     tolerance=Tolerance(rtol=1e-5, flip_share=1e-3),
     activations=("rows",),
 )
-def moe_block(kernels: Any) -> Callable[[Rows, MoeWeights, Tensor], Tensor]:
-    """Routed and shared experts of a block: (rows [T, d], weights, is_image [T] bool) -> [T, d] compute dtype."""
+def moe_block(kernels: Any) -> Callable[[Rows, MoeWeights, Tensor, Tensor], Tensor]:
+    """Routed and shared experts of a block: (rows [T, d], weights, is_image, live [T] bool) -> [T, d] compute dtype.
+
+    A row that is not live (padding of a captured graph) chooses no expert, so it costs no weight reads.
+    """
     linear_accumulate, linear, quantise_rows = kernels.linear_accumulate, kernels.linear, kernels.quantise_rows
     route, expert_ffn = kernels.route, kernels.expert_ffn
     activation, combine = kernels.gated_activation, kernels.moe_combine
 
-    def moe_block(rows: Rows, weights: MoeWeights, is_image: Tensor) -> Tensor:
+    def moe_block(rows: Rows, weights: MoeWeights, is_image: Tensor, live: Tensor) -> Tensor:
         logits = linear_accumulate(rows, weights.gate)
         ids, shares = route(logits, weights.bias, weights.image_bias, is_image, weights.top_k, weights.scale)
+        ids = torch.where(live[:, None], ids, -1)
         routed = expert_ffn(rows, ids, shares, weights.experts, weights.limit, weights.quantise)
         hidden = activation(linear(rows, weights.shared_gate_up), weights.limit, None)
         shared = linear(quantise_rows(hidden, weights.quantise), weights.shared_down)

@@ -109,17 +109,8 @@ class Graph:
         if self.weights.draft is not None:
             rings = storage.rings[len(self.weights.layers) :]
             self._draft_main_keys(torch.cat(features, dim=-1), step, rings, self.weights.draft, *angles.plain)
-        # Only rows to be sampled need the head; -1 reads row 0 and its result is not used.
-        last = step.last_rows.clamp(min=0)
-        if step.token_ids.shape[0] == 0:
-            empty = stack.streams.new_zeros(0, self.config.hidden_size)
-            return ForwardResult(self._lm_head(empty, self.weights.head), empty)
-        streams, mixes = stack.streams[last], stack.mixes
-        picked = Mixes(mixes.pre[last], mixes.post[last], mixes.comb[last])
-        branch = stack.branch
-        if branch is None:
-            raise RuntimeError("a model without layers has no output")
-        _, hidden = self._head(streams, branch[last], picked, self.weights.norm, self.config.rms_norm_eps)
+        norm, eps = self.weights.norm, self.config.rms_norm_eps
+        _, hidden = self._head(stack.streams, stack.branch, stack.mixes, step.last_rows, norm, eps)
         return ForwardResult(self._lm_head(hidden, self.weights.head), hidden)
 
     def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: CacheStorage) -> DraftResult:
@@ -147,7 +138,7 @@ class Graph:
         embedded = self._embedding(step.token_ids, self.weights.embedding)
         if step.embed_override is not None and step.embed_override_mask is not None:
             embedded = torch.where(step.embed_override_mask[:, None], step.embed_override, embedded)
-        streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
+        streams = embedded[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
         rows, accumulate = embedded.shape[0], accumulate_dtype(embedded.dtype)
         return _Stack(streams, None, initial_mixes(rows, self.config.hc_mult, accumulate, embedded.device))
 
@@ -172,7 +163,7 @@ class Graph:
             features.append(self._stream_mean(stack.streams))
         stack.branch = self._attention(layer, rows, step, storage, angles, stack)
         stack.streams, rows, stack.mixes = self._boundary(stack.streams, stack.branch, mixes, layer.ffn_boundary)
-        stack.branch = self._moe(rows, layer.moe, step.is_image)
+        stack.branch = self._moe(rows, layer.moe, step.is_image, step.slots >= 0)
 
     def _attention(
         self,
