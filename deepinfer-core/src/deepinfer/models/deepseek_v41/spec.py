@@ -99,11 +99,11 @@ class DeepseekV41:
             page_bytes=self.layout.page_bytes,
             slot_bytes=self.layout.slot_bytes,
             ring_length=self.layout.ring_length,
-            weight_bytes=sum(entry.nbytes for entry in self.weights.placements if entry.memory == "device"),
+            weight_bytes=self.weights.device_bytes,
         )
 
     def workspace_bytes(self, limits: StepLimits) -> int:
-        """Bytes of temporaries of the largest step: logits, streams and the keys that attention expands per block."""
+        """Bytes of temporaries of the largest step: streams, index scores and the keys that attention expands per block."""
         from deepinfer.ops.attention import ATTENTION_ROW_BLOCK
 
         config, item = self.config, self.numerics.accumulate_dtype.itemsize
@@ -111,8 +111,7 @@ class DeepseekV41:
         attention = min(limits.rows, ATTENTION_ROW_BLOCK) * keys * 3 * item
         streams = 4 * limits.rows * config.hc_mult * config.hidden_size * item
         scores = limits.rows * limits.context * item * 3
-        logits = limits.sequences * config.vocab_size * item * 2
-        return attention + streams + scores + logits + self.table.workspace_bytes(limits)
+        return attention + streams + scores + self.table.workspace_bytes(limits)
 
     def allocate_caches(self, num_pages: int, num_slots: int) -> CacheStorage:
         """Poisoned storage; page 0 and slot 0 are included and never handed out."""

@@ -46,7 +46,12 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """Weights of the whole text model; `draft` is None where the checkpoint has no draft stages."""
+    """Weights of the whole text model.
+
+    Attributes:
+        layers, embedding, norm, head: of the backbone. draft: None where the checkpoint has no draft stages.
+        placements: what the backend laid out where. parameter_bytes: bytes of the plain parameters that core holds.
+    """
 
     layers: tuple[LayerWeights, ...]
     embedding: Tensor
@@ -54,6 +59,12 @@ class ModelWeights:
     head: Any
     draft: DraftWeights | None
     placements: tuple[Placement, ...]
+    parameter_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device: the backend's groups and the plain parameters."""
+        return self.parameter_bytes + sum(entry.nbytes for entry in self.placements if entry.memory == "device")
 
 
 def weight_groups(config: ModelConfig) -> dict[str, WeightGroup]:
@@ -132,9 +143,12 @@ class _Assembly:
     ) -> None:
         self.config, self.layout, self.numerics = config, layout, numerics
         self.handles, self.raw, self.device = handles, plain, device
+        self.parameter_bytes = 0
 
     def parameter(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.raw[name].to(device=self.device, dtype=dtype)
+        value = self.raw[name].to(device=self.device, dtype=dtype)
+        self.parameter_bytes += value.nbytes
+        return value
 
     def boundary(self, prefix: str, part: str, quantise: bool) -> HyperConnectionWeights:
         return HyperConnectionWeights(
@@ -325,14 +339,9 @@ def load_weights(
     assembly = _Assembly(config, layout, numerics, handles, plain, device)
     engram_map = EngramMap.build(config, checkpoint.path)
     embedding = assembly.parameter("embed.weight", numerics.compute_dtype)
-    return ModelWeights(
-        layers=tuple(assembly.layer(role, engram_map) for role in topology.layers),
-        embedding=embedding,
-        norm=assembly.parameter("norm.weight"),
-        head=handles["head"],
-        draft=assembly.draft(embedding),
-        placements=tuple(placements),
-    )
+    layers = tuple(assembly.layer(role, engram_map) for role in topology.layers)
+    norm, draft = assembly.parameter("norm.weight"), assembly.draft(embedding)
+    return ModelWeights(layers, embedding, norm, handles["head"], draft, tuple(placements), assembly.parameter_bytes)
 
 
 def _is_text(name: str) -> bool:
