@@ -103,7 +103,7 @@ class DeepseekV41:
         )
 
     def workspace_bytes(self, limits: StepLimits) -> int:
-        """Bytes of temporaries of the largest step: streams, index scores and the keys that attention expands per block."""
+        """Bytes of temporaries of the largest step: streams, index scores and one attention block's keys."""
         from deepinfer.ops.attention import ATTENTION_ROW_BLOCK
 
         config, item = self.config, self.numerics.accumulate_dtype.itemsize
