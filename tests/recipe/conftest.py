@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from deepinfer_recipe import RecipeCodec
 from deepinfer_recipe.detokenize import byte_alphabet
 

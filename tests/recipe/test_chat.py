@@ -8,10 +8,11 @@ from typing import Any
 
 import deepseek_recipe
 import pytest
-from deepinfer.errors import InvalidRequest
-from deepinfer_recipe import CodecError, RecipeCodec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from deepinfer.errors import InvalidRequest
+from deepinfer_recipe import CodecError, RecipeCodec
 
 from .conftest import (
     ASSISTANT,

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deepinfer_recipe import CodecError, RecipeCodec, TextCodec
-from deepinfer_recipe.detokenize import byte_alphabet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from deepinfer_recipe import CodecError, RecipeCodec, TextCodec
+from deepinfer_recipe.detokenize import byte_alphabet
 
 from .conftest import BOS, DSML, EOS, USER, cuts, write_model
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from deepinfer_recipe import CodecError, RecipeCodec
 from deepinfer_recipe.parameters import HONOURABLE
 

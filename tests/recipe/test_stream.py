@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from deepinfer_recipe import CodecError, RecipeCodec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from deepinfer_recipe import CodecError, RecipeCodec
 
 from .conftest import BOS, DSML, EOS, USER, body_of, chat_body, cuts, tools_of
 

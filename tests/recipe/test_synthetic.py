@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from deepinfer.checkpoint.tokenizer_file import SpecialIds, tokenizer_json
-from deepinfer_recipe import RecipeCodec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from deepinfer.checkpoint.tokenizer_file import SpecialIds, tokenizer_json
+from deepinfer_recipe import RecipeCodec
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepinfer.errors import CheckpointError, InvalidRequest
-from deepinfer_recipe import CodecError, RecipeCodec, TextCodec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from deepinfer.errors import CheckpointError, InvalidRequest
+from deepinfer_recipe import CodecError, RecipeCodec, TextCodec
 
 from .conftest import BOS, DSML, EOS, IMAGE, USER, V41_TOKENS, byte_level, id_in, write_model
 

@@ -9,8 +9,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from deepinfer.api.errors import CheckpointError
 from tokenizers import Tokenizer
+
+from deepinfer.api.errors import CheckpointError
 
 from .detokenize import ByteStream, DecodeStream, WindowStream, byte_alphabet
 from .errors import CodecError

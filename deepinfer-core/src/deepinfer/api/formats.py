@@ -1,4 +1,4 @@
-"""Stored weight formats: exact values of checkpoint bytes and the inverse packers, for a backend's `load` and `unpack`."""
+"""Stored weight formats: exact values of checkpoint bytes and inverse packers, for `load` and `unpack` of a backend."""
 
 from deepinfer.checkpoint.formats import (
     dequantise_fp4,
