@@ -52,7 +52,7 @@ def test_logits_that_chose_the_greedy_tokens(golden: GoldenSet, mode: str) -> No
     judge(golden, mode, distances, _exact_ids(golden, mode))
 
 
-@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("chunk", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_prompts_in_chunks(golden: GoldenSet, mode: str, chunk: int) -> None:
     distances, exact = {}, {}
     for prompt in golden.prompts:
