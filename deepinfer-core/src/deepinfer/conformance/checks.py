@@ -21,6 +21,9 @@ __all__ = ["check_poison", "check_repeat", "check_rows", "check_side_effects", "
 ROW_COUNTS = range(1, 34)
 """Row counts at which a row-invariant kernel is tried: across two edges of any tile up to 16."""
 
+EDGE_COUNTS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33)
+"""The same for compositions, whose finer ops are tried at every count."""
+
 _STRENGTH = (Determinism.NONE, Determinism.RUN_TO_RUN, Determinism.ROW_INVARIANT, Determinism.EXACT)
 
 
@@ -52,14 +55,15 @@ def check_values(
 ) -> str | None:
     """The result against the reference bit by bit (exact ops), else against float64 within the tolerance."""
     op = contract.name
-    actual = _outcome(target, contract, target.arguments(contract, sample.kwargs))
-    standard = _outcome(reference, contract, reference.arguments(contract, sample.kwargs))
+    idle = sample.idle_rows
+    actual = _live(_outcome(target, contract, target.arguments(contract, sample.kwargs)), idle)
+    standard = _live(_outcome(reference, contract, reference.arguments(contract, sample.kwargs)), idle)
     if contract.determinism is Determinism.EXACT:
         return difference(actual, standard, bit_difference)
     arguments = reference.arguments(contract, sample.kwargs)
     tolerance = contract.tolerance
     rtol = tolerance.for_dtype(target.numerics.compute_dtype)
-    expected = (exact.expected(contract, arguments), {name: arguments[name] for name in contract.mutates})
+    expected = _live((exact.expected(contract, arguments), {name: arguments[name] for name in contract.mutates}), idle)
     for who, outcome in (("", actual), ("the reference itself: ", standard)):
         if op in JUDGES:
             inputs = reference.arguments(contract, sample.kwargs)
@@ -73,6 +77,20 @@ def check_values(
         if found:
             return who + found
     return None
+
+
+def _live(outcome: tuple[Any, dict[str, Any]], idle: Tensor | None) -> tuple[Any, dict[str, Any]]:
+    """The outcome with zeros (-1 in integers) in result rows that are undefined."""
+    if idle is None:
+        return outcome
+
+    def clear(_: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != idle.shape:
+            return leaf
+        nothing = 0 if leaf.is_floating_point() or leaf.dtype in (torch.uint8, torch.bool) else -1
+        return leaf.masked_fill(idle.to(leaf.device).view(-1, *[1] * (leaf.dim() - 1)), nothing)
+
+    return map_leaves(clear, outcome[0]), outcome[1]
 
 
 def _same_kind(actual: Tensor, standard: Tensor) -> str | None:
@@ -207,13 +225,13 @@ def check_rows(
     with _threads(target, 2):
         whole = _RowRun(target, contract, sample, None)
     order = torch.randperm(len(groups), generator=generator).tolist()
-    trials = [(f"alone, row {groups[unit][0]}", [unit]) for unit in order[:33]]
+    alone, counts = (4, EDGE_COUNTS) if contract.compose else (33, ROW_COUNTS)
+    trials = [(f"alone, row {groups[unit][0]}", [unit]) for unit in order[: alone if thorough else 2]]
     trials += [("shuffled", order), ("every second, backwards", list(range(len(groups)))[::-2])]
-    trials += [(f"first {count} of a shuffled order", order[:count]) for count in ROW_COUNTS if count <= len(groups)]
-    if not thorough:
-        trials = [*trials[:3], ("shuffled", order)]
+    if thorough:
+        trials += [(f"first {count} of a shuffled order", order[:count]) for count in counts if count <= len(groups)]
     for label, chosen in trials:
-        for threads in (2, 1) if label.startswith(("shuffled", "first 17 ", "alone")) else (2,):
+        for threads in (2, 1) if label.startswith(("shuffled", "first 17 ")) else (2,):
             with _threads(target, threads):
                 part = _RowRun(target, contract, sample, [row for unit in chosen for row in groups[unit]])
             found = part.differs_from(whole)

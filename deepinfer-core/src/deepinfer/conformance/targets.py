@@ -47,6 +47,11 @@ class Target:
         self.bindings: dict[str, Binding] = {binding.op: binding for binding in self.table.bindings()}
         self._handles: dict[int, tuple[RawWeight, Any]] = {}
 
+    @property
+    def kernel_functions(self) -> dict[str, Callable[..., Any]]:
+        """The backend's own kernels that are bound."""
+        return {op: self.function(op) for op, binding in self.bindings.items() if binding.kind == "native"}
+
     def function(self, op: str) -> Callable[..., Any]:
         """The bound function of an op."""
         bound: Callable[..., Any] = getattr(self.table, op)

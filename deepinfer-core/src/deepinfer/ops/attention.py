@@ -9,11 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.ops.compress import EntryCache
+from deepinfer.ops.cache import resolve_entries
+from deepinfer.ops.compress import EntryCache, sample_cache, unread_entries
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, composite, op
 from deepinfer.ops.handles import DenseWeight, Rows, Selection, accumulate_dtype
-from deepinfer.ops.quant import RowFormat
-from deepinfer.ops.sample_inputs import normal, row_counts
+from deepinfer.ops.metadata import StepInputs
+from deepinfer.ops.quant import FP8_BLOCK32, RowFormat, pack_rows
+from deepinfer.ops.sample_inputs import (
+    RowsInput,
+    fp8_weight,
+    normal,
+    plain_weight,
+    random_step,
+    row_counts,
+    step_shapes,
+    window_reads,
+)
 
 __all__ = [
     "AttentionWeights",
@@ -21,6 +32,7 @@ __all__ = [
     "attend",
     "attention_output",
     "qkv_project",
+    "sample_attention",
     "sparse_attention",
 ]
 
@@ -90,7 +102,94 @@ class Projected:
     gate: Tensor | None
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of sample attention layers."""
+
+    hidden: int
+    heads: int
+    head_dim: int
+    rotated: int
+    q_rank: int
+    groups: int
+    o_rank: int
+    index_heads: int
+    index_dim: int
+    window: int
+    page_size: int
+    picked: int
+
+
+SAMPLE_SIZES = {
+    "tiny": _Sizes(64, 4, 32, 16, 32, 2, 32, 2, 32, 4, 4, 3),
+    "odd": _Sizes(160, 6, 96, 34, 64, 3, 32, 3, 64, 5, 6, 7),
+    "real": _Sizes(5120, 64, 512, 64, 1280, 8, 1024, 32, 128, 128, 128, 512),
+}
+
+
+def sample_attention(
+    generator: torch.Generator, size: SampleSize, *, indexes: bool = False, ratio: int = 0
+) -> AttentionWeights:
+    """Random weights of a layer with stored weights in checkpoint bytes; `ratio` > 0 makes it a KV source."""
+    z = SAMPLE_SIZES[size]
+    latent_rows, gate_rows = (z.head_dim if ratio else 0), (z.head_dim if ratio > 1 else 0)
+    index_heads, index_dim = (z.index_heads, z.index_dim) if indexes else (0, 0)
+    side_rows = latent_rows + gate_rows + index_heads
+    query_parts = [(z.heads * z.head_dim, z.q_rank)]
+    if indexes:
+        query_parts.append((index_heads * index_dim, z.q_rank))
+    stored: dict[str, Any] = {
+        "qkv_a": fp8_weight(generator, (z.q_rank, z.hidden), (z.head_dim, z.hidden)),
+        "q_b": fp8_weight(generator, *query_parts),
+        "side": plain_weight(generator, "bf16", side_rows, z.hidden) if side_rows else None,
+        "wo_a": fp8_weight(generator, (z.groups * z.o_rank, z.heads // z.groups * z.head_dim)),
+        "wo_b": fp8_weight(generator, (z.hidden, z.groups * z.o_rank)),
+    }
+    return AttentionWeights(
+        **stored,
+        q_norm=1 + 0.1 * normal(generator, z.q_rank),
+        kv_norm=1 + 0.1 * normal(generator, z.head_dim),
+        sink=normal(generator, z.heads),
+        heads=z.heads,
+        head_dim=z.head_dim,
+        q_rank=z.q_rank,
+        groups=z.groups,
+        index_heads=index_heads,
+        index_dim=index_dim,
+        latent_rows=latent_rows,
+        gate_rows=gate_rows,
+        window=z.window,
+        window_format=RowFormat(FP8_BLOCK32, z.head_dim),
+        norm_eps=1e-20,
+        quantise=True,
+    )
+
+
+def _project_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    z = SAMPLE_SIZES[size]
+    roles = {
+        "window only": {},
+        "index source": {"indexes": True},
+        "ratio 1 source": {"indexes": True, "ratio": 1},
+        "ratio 2 source": {"indexes": True, "ratio": 2},
+    }
+    for number, (role, options) in enumerate(roles.items()):
+        weights = sample_attention(generator, size, **options)  # type: ignore[arg-type]
+        for label, rows in row_counts(size):
+            if number not in (0, 3) and rows not in (0, 1):
+                continue
+            angles = normal(generator, rows, z.rotated // 2, scale=10.0)
+            arguments = {
+                "rows": RowsInput(normal(generator, rows, z.hidden)),
+                "weights": weights,
+                "cos": angles.cos(),
+                "sin": angles.sin(),
+            }
+            yield Sample(f"{label}, {role}", arguments, ("rows", "cos", "sin"))
+
+
 @composite(
+    samples=_project_samples,
     uses=("linear", "linear_accumulate", "rms_norm", "quantise_rows", "rope", "pack_rows"),
     tolerance=Tolerance(rtol=2e-5, flip_share=1e-3),
     activations=("rows",),
@@ -173,7 +272,49 @@ def attend(query: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, scale: floa
     return (torch.bmm(shares.to(query.dtype).to(accumulate), wide) / denominator).to(query.dtype)
 
 
+def _sparse_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    z = SAMPLE_SIZES[size]
+    weights = sample_attention(generator, size)
+    ring_length = z.window + 3
+    for shape in step_shapes(size, z.window):
+        for ratio in (0, 1, 2):
+            step = random_step(generator, shape, page_size=z.page_size, ring_length=ring_length)
+            rows, idle, slots = step.slots.shape[0], step.slots < 0, step.page_table.shape[0]
+            needed = window_reads(step.slots, step.first_positions, slots, ring_length, z.window)
+            arguments = {
+                "query": normal(generator, rows, z.heads, z.head_dim),
+                "window_rows": pack_rows(normal(generator, rows, z.head_dim), weights.window_format),
+                "ring": pack_rows(normal(generator, slots, ring_length, z.head_dim), weights.window_format),
+                "step": step,
+                "weights": weights,
+                "selection": None,
+                "cache": None,
+            }
+            unread = {"query": idle, "window_rows": idle, "ring": ~needed}
+            if ratio:
+                sizes = {"width": z.head_dim, "index_width": z.index_dim, "ratio": ratio, "page_size": z.page_size}
+                cache = sample_cache(generator, step, **sizes)
+                selection = _random_selection(generator, step, cache, z.picked)
+                arguments |= {"selection": selection, "cache": cache}
+                unread["cache.entries"] = unread_entries(cache, selection.physical)
+            row_args = ("query", "window_rows", "step", "selection")
+            yield Sample(f"{shape.label}, ratio {ratio}", arguments, row_args, unread, idle)
+
+
+def _random_selection(generator: torch.Generator, step: StepInputs, cache: EntryCache, picked: int) -> Selection:
+    """Some of the entries that each row sees."""
+    visible = (step.positions + 1) // cache.ratio
+    count = max(picked, int(visible.max()) if visible.numel() else 0)
+    order = torch.rand(visible.shape[0], count, generator=generator)
+    order = order.masked_fill(torch.arange(count) >= visible[:, None], 2.0)
+    ranked = order.sort(dim=-1)
+    chosen = ranked.indices[:, :picked].masked_fill(ranked.values[:, :picked] > 1, count).sort(dim=-1).values
+    entries = chosen.masked_fill(chosen == count, -1)
+    return Selection(entries, resolve_entries(entries, step.slots, step.page_table, cache.entries_per_page))
+
+
 @composite(
+    samples=_sparse_samples,
     uses=("gather_window", "unpack_rows", "gather_entries", "attend"),
     determinism=Determinism.RUN_TO_RUN,
     tolerance=Tolerance(rtol=5e-6, bf16_rtol=1.6e-2),
@@ -226,7 +367,18 @@ def sparse_attention(kernels: Any) -> Callable[..., Tensor]:
     return sparse_attention
 
 
+def _output_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    z = SAMPLE_SIZES[size]
+    weights = sample_attention(generator, size)
+    for label, rows in row_counts(size):
+        angles = normal(generator, rows, z.rotated // 2, scale=10.0)
+        attended = normal(generator, rows, z.heads, z.head_dim)
+        arguments = {"attended": attended, "weights": weights, "cos": angles.cos(), "sin": angles.sin()}
+        yield Sample(label, arguments, ("attended", "cos", "sin"))
+
+
 @composite(
+    samples=_output_samples,
     uses=("rope", "grouped_linear", "quantise_rows", "linear"),
     tolerance=Tolerance(rtol=2e-5, flip_share=1e-3),
     activations=("attended",),

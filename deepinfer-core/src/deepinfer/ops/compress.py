@@ -11,8 +11,9 @@ from torch import Tensor
 
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, composite, op
 from deepinfer.ops.handles import DenseWeight, Rows
-from deepinfer.ops.quant import RowFormat
-from deepinfer.ops.sample_inputs import normal
+from deepinfer.ops.metadata import StepInputs
+from deepinfer.ops.quant import FP4_BLOCK16, FP4_BLOCK32, RowFormat, pack_rows
+from deepinfer.ops.sample_inputs import StepShape, normal, plain_weight, random_step, step_shapes
 
 __all__ = [
     "CompressorWeights",
@@ -21,6 +22,8 @@ __all__ = [
     "compress_entries",
     "group_entries",
     "pool_groups",
+    "sample_cache",
+    "unread_entries",
 ]
 
 
@@ -160,6 +163,84 @@ def group_entries(positions: Tensor, ratio: int) -> Tensor:
     return torch.where(complete, (positions + 1) // ratio - 1, -1)
 
 
+def sample_cache(
+    generator: torch.Generator, step: StepInputs, *, width: int, index_width: int, ratio: int, page_size: int
+) -> EntryCache:
+    """A cache full of random valid rows, as views of pages and with the state ring of a source of this ratio."""
+    entry_format, index_format = RowFormat(FP4_BLOCK16, width), RowFormat(FP4_BLOCK32, index_width)
+    per_page, num_pages = page_size // ratio, 2 + max(0, int(step.page_table.max()))
+    entries = pack_rows(normal(generator, num_pages, per_page, width), entry_format)
+    keys = pack_rows(normal(generator, num_pages, per_page, index_width), index_format)
+    codes, scales = keys.split((index_format.data_bytes, index_format.scale_bytes), dim=-1)
+    pages = torch.cat([part.flatten(1) for part in (entries, codes, scales)], dim=1)
+    split = per_page * entry_format.row_bytes
+    state = normal(generator, step.page_table.shape[0], ratio + 5, 2, width) if ratio > 1 else None
+    return EntryCache(
+        entries=pages[:, :split].unflatten(1, (per_page, entry_format.row_bytes)),
+        index_keys=pages[:, split:],
+        state=state,
+        ratio=ratio,
+        entries_per_page=per_page,
+        entry_format=entry_format,
+        index_format=index_format,
+    )
+
+
+def unread_entries(cache: EntryCache, physical: Tensor) -> Tensor:
+    """Mask [pages, entries per page] of the entries that `physical` places do not name."""
+    unread = torch.ones(cache.entries.shape[0] * cache.entries_per_page, dtype=torch.bool)
+    unread[physical[physical >= 0]] = False
+    return unread.view(-1, cache.entries_per_page)
+
+
+def _compress_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    width, index_width, rotated = {"tiny": (32, 32, 16), "odd": (96, 64, 34), "real": (512, 128, 64)}[size]
+    page_size = {"tiny": 4, "odd": 6, "real": 128}[size]
+    for shape in step_shapes(size, window=4):
+        for ratio in (1, 2):
+            step = random_step(generator, shape, page_size=page_size, ring_length=16)
+            yield _compress_sample(generator, shape, step, width, index_width, rotated, ratio, page_size)
+
+
+def _compress_sample(
+    generator: torch.Generator,
+    shape: StepShape,
+    step: StepInputs,
+    width: int,
+    index_width: int,
+    rotated: int,
+    ratio: int,
+    page_size: int,
+) -> Sample:
+    rows, idle = step.slots.shape[0], step.slots < 0
+    cache = sample_cache(generator, step, width=width, index_width=index_width, ratio=ratio, page_size=page_size)
+    angles = normal(generator, rows, rotated // 2, scale=10.0)
+    arguments = {
+        "latent": normal(generator, rows, width),
+        "gate": normal(generator, rows, width, scale=2.0) if ratio > 1 else None,
+        "dtype": torch.float32,
+        "step": step,
+        "cache": cache,
+        "weights": CompressorWeights(
+            norm=1 + 0.1 * normal(generator, width),
+            key=plain_weight(generator, "bf16", index_width, width),  # type: ignore[arg-type]
+            key_norm=1 + 0.1 * normal(generator, index_width),
+            norm_eps=1e-20,
+        ),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+    }
+    unread = {"latent": idle, "cos": idle, "sin": idle}
+    if cache.state is not None:
+        carried = torch.zeros(cache.state.shape[:2], dtype=torch.bool)
+        for slot, first in zip(step.slots.tolist(), step.first_positions.tolist(), strict=True):
+            for position in range(first - first % ratio, first) if slot >= 0 else ():
+                carried[slot, position % cache.state.shape[1]] = True
+        unread |= {"gate": idle, "cache.state": ~carried}
+    row_args = ("latent", "gate", "step", "cos", "sin")
+    return Sample(f"{shape.label}, ratio {ratio}", arguments, row_args, unread, idle)
+
+
 @composite(
     uses=(
         "pool_groups",
@@ -173,6 +254,8 @@ def group_entries(positions: Tensor, ratio: int) -> Tensor:
         "store_entries",
         "store_index_keys",
     ),
+    samples=_compress_samples,
+    tolerance=Tolerance(rtol=2e-5, flip_share=1e-3),
     mutates=("cache",),
     activations=("dtype",),
 )

@@ -115,14 +115,18 @@ def _argmax_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
     vocab = {"tiny": 64, "odd": 97, "real": 129280}[size]
     for label, rows in row_counts(size):
         yield Sample(label, {"logits": normal(generator, rows, vocab).mul(2).round()}, ("logits",))
+    bad = normal(generator, 3, vocab)
+    bad[0, vocab // 2], bad[1] = torch.nan, -torch.inf
+    yield Sample("NaN, nothing allowed", {"logits": bad}, ("logits",))
 
 
 @op(samples=_argmax_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
 def argmax_lowest(logits: Tensor) -> Tensor:
-    """Index of the largest logit, the lowest index on ties: [S, V] -> [S] int64."""
+    """Index of the largest logit, the lowest index on ties; 0 where a logit is NaN: [S, V] -> [S] int64."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
     largest = logits.amax(-1, keepdim=True) if logits.shape[0] else logits[:, :1]
-    return torch.where(logits == largest, ids, logits.shape[-1]).amin(-1)
+    first = torch.where(logits == largest, ids, logits.shape[-1]).amin(-1)
+    return first.masked_fill(first == logits.shape[-1], 0)
 
 
 def _confidence_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
@@ -253,7 +257,7 @@ def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
         if label == "with padding":
             slots[3:] = -1
         positions = torch.where(slots >= 0, torch.randint(0, 3 * z.window, (count,), generator=generator), -1)
-        needed = window_reads(slots, positions + 1, count + 2, ring_length, z.window)
+        needed = window_reads(slots, positions + 1, count + 2, ring_length, z.window + 1)
         arguments = {
             "anchors": torch.where(slots >= 0, uniform_ids(generator, SAMPLE_VOCAB, count), -1),
             "positions": positions,

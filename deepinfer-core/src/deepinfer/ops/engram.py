@@ -13,7 +13,7 @@ from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, c
 from deepinfer.ops.elementary import sigmoid
 from deepinfer.ops.handles import DenseWeight, EngramTable, accumulate_dtype
 from deepinfer.ops.quant import exponent_values
-from deepinfer.ops.sample_inputs import RawWeight, fp8_bytes, normal, row_counts, uniform_ids
+from deepinfer.ops.sample_inputs import RawWeight, fp8_weight, normal, row_counts, uniform_ids
 
 __all__ = ["EngramHash", "EngramWeights", "engram_gate", "engram_gather", "engram_hash", "engram_inject"]
 
@@ -97,10 +97,10 @@ def engram_hash(tokens: Tensor, history: Tensor, live: Tensor, constants: Engram
     return torch.cat(columns, dim=1)
 
 
-def _table(generator: torch.Generator, rows: int, width: int) -> EngramTable:
+def _table(generator: torch.Generator, rows: int, width: int) -> Any:
     codes = normal(generator, rows, width, scale=64.0).clamp(-448, 448).to(torch.float8_e4m3fn)
     scales = torch.randint(118, 122, (rows, width // 32), generator=generator, dtype=torch.uint8)
-    return EngramTable(codes, scales)
+    return RawWeight("fp8_rows", {"weight": codes, "scale": scales}, ((rows, width),))
 
 
 def _gather_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
@@ -166,11 +166,10 @@ def engram_gate(streams: Tensor, key_value: Tensor, gate: Tensor, live: Tensor, 
 
 def _inject_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     d, entries, width, columns = {"tiny": (64, 50, 32, 6), "odd": (96, 53, 32, 5), "real": (1024, 4096, 256, 24)}[size]
-    codes, scales = fp8_bytes(generator, 5 * d, width * columns)
-    projection = RawWeight("fp8_block32", {"w.weight": codes, "w.scale": scales}, ((5 * d, width * columns),))
+    projection: Any = fp8_weight(generator, (5 * d, width * columns))
     weights = EngramWeights(
         table=_table(generator, entries, width),
-        projection=projection,  # type: ignore[arg-type]
+        projection=projection,
         gate=normal(generator, 4, d),
         norm_eps=1e-20,
         quantise=True,

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.ops.compress import EntryCache
+from deepinfer.ops.compress import EntryCache, sample_cache
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, composite, op
 from deepinfer.ops.handles import Selection, accumulate_dtype
 from deepinfer.ops.quant import FP4_BLOCK32, RowFormat, pack_rows
-from deepinfer.ops.sample_inputs import normal, row_counts
+from deepinfer.ops.sample_inputs import normal, random_step, row_counts, step_shapes
 
 __all__ = [
     "IndexParameters",
@@ -201,7 +201,55 @@ def _best_ascending(scores: Tensor, count: int) -> Tensor:
     return chosen.masked_fill(chosen == scores.shape[1], -1)
 
 
+def _index_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    heads, width, rotated, top_k = {"tiny": (2, 32, 16, 3), "odd": (3, 64, 34, 7), "real": (32, 128, 64, 512)}[size]
+    page_size, block_size = {"tiny": (4, 2), "odd": (6, 4), "real": (128, 8)}[size]
+    for number, shape in enumerate(step_shapes(size, window=6)):
+        for mode in ("plain", "candidate source", "uses candidates"):
+            ratio = 1 + (number + len(mode)) % 2
+            step = random_step(generator, shape, page_size=page_size, ring_length=16)
+            sizes = {"width": width, "index_width": width, "ratio": ratio, "page_size": page_size}
+            cache = sample_cache(generator, step, **sizes)
+            rows, idle, visible = step.slots.shape[0], step.slots < 0, visible_entries(step.positions, ratio)
+            angles = normal(generator, rows, rotated // 2, scale=10.0)
+            parameters = IndexParameters(
+                top_k=top_k,
+                scale=width**-0.5 * heads**-0.5,
+                is_candidate_source=mode == "candidate source",
+                uses_candidates=mode == "uses candidates",
+                candidate_blocks=2,
+                block_size=block_size,
+                query_format=RowFormat(FP4_BLOCK32, width),
+            )
+            most = max(block_size, int(visible.max()) if rows else 0)
+            scores = normal(generator, rows, most).masked_fill(torch.arange(most) >= visible[:, None], -torch.inf)
+            blocks = candidate_blocks(scores, visible, block_size, 2) if parameters.uses_candidates else None
+            arguments = {
+                "query": normal(generator, rows, heads, width),
+                "weights": normal(generator, rows, heads),
+                "step": step,
+                "cache": cache,
+                "parameters": parameters,
+                "cos": angles.cos(),
+                "sin": angles.sin(),
+                "blocks": blocks,
+            }
+            unread = dict.fromkeys(("query", "weights", "cos", "sin"), idle)
+            unread |= {"cache.entries": torch.ones(cache.entries.shape[0], dtype=torch.bool)}
+            unread |= {"cache.index_keys": _foreign_pages(step.page_table, cache.index_keys.shape[0])}
+            row_args = ("query", "weights", "step", "cos", "sin", "blocks")
+            yield Sample(f"{shape.label}, {mode}, ratio {ratio}", arguments, row_args, unread, idle)
+
+
+def _foreign_pages(page_table: Tensor, num_pages: int) -> Tensor:
+    """Mask [pages] of the pages that no sequence owns."""
+    foreign = torch.ones(num_pages, dtype=torch.bool)
+    foreign[page_table[page_table >= 0].long()] = False
+    return foreign
+
+
 @composite(
+    samples=_index_samples,
     uses=(
         "rope",
         "round_rows",
@@ -212,6 +260,7 @@ def _best_ascending(scores: Tensor, count: int) -> Tensor:
         "resolve_entries",
     ),
     determinism=Determinism.RUN_TO_RUN,
+    tolerance=Tolerance(rtol=5e-6, bf16_rtol=8e-3),
     activations=("query", "weights"),
     aliases=("blocks",),
 )

@@ -218,9 +218,14 @@ def sample_moe(generator: torch.Generator, size: SampleSize) -> MoeWeights:
 def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     weights, d = sample_moe(generator, size), _BLOCK_SIZES[size][2]
     for label, rows in row_counts(size):
-        is_image = torch.rand(rows, generator=generator) < 0.3
-        arguments = {"rows": RowsInput(normal(generator, rows, d)), "weights": weights, "is_image": is_image}
-        yield Sample(label, arguments, ("rows", "is_image"))
+        arguments = {
+            "rows": RowsInput(normal(generator, rows, d)),
+            "weights": weights,
+            "is_image": torch.rand(rows, generator=generator) < 0.3,
+            "live": torch.rand(rows, generator=generator) < 0.9,
+        }
+        idle = ~arguments["live"]
+        yield Sample(label, arguments, ("rows", "is_image", "live"), {"rows.values": idle}, idle)
 
 
 @composite(
