@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deepinfer.errors import InvalidRequest
 from deepinfer.models.traits import ModelTraits
-from deepinfer.sampling.params import SamplingParams
+from deepinfer.sampling.params import ALIASES, SamplingParams
 
 __all__ = ["check_params", "check_prompt", "draw_seed", "output_limit"]
 
@@ -67,21 +67,39 @@ def check_params(params: Any, traits: ModelTraits) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if isinstance(params, dict):
-        known = SamplingParams.__dataclass_fields__
-        unknown = [str(name) for name in params if name not in known]
-        if unknown:
-            raise InvalidRequest(f"is not a sampling parameter; known: {', '.join(known)}", field=unknown[0])
-        params = SamplingParams(**params)
+        params = SamplingParams(**_known_names(params))
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(
             f"{type(params).__name__} is neither SamplingParams nor a dict of its fields", field="sampling_params"
         )
-    for stop in params.stop_token_ids:
-        if stop >= traits.vocab_size:
-            raise InvalidRequest(
-                f"id {stop} is outside the vocabulary 0..{traits.vocab_size - 1}", field="stop_token_ids"
-            )
+    for field, ids in (
+        ("stop_token_ids", params.stop_ids),
+        ("allowed_token_ids", params.allowed),
+        ("banned_token_ids", params.banned),
+        ("golden_token_ids", params.forced),
+        ("logit_bias", tuple(token for token, _ in params.bias)),
+    ):
+        outside = max(ids, default=0)
+        if outside >= traits.vocab_size:
+            raise InvalidRequest(f"id {outside} is outside the vocabulary 0..{traits.vocab_size - 1}", field=field)
+    for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > traits.vocab_size:
+            raise InvalidRequest(f"{count} exceeds the vocabulary of {traits.vocab_size} ids", field=field)
     return params
+
+
+def _known_names(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields by their names here; names of other libraries are translated."""
+    known = SamplingParams.__dataclass_fields__
+    fields: dict[str, Any] = {}
+    for name, value in given.items():
+        field = ALIASES.get(name, name)
+        if field not in known:
+            raise InvalidRequest(f"is not a sampling parameter; known: {', '.join(known)}", field=str(name))
+        if field in fields:
+            raise InvalidRequest(f"is another name of {field}, which was given too", field=name)
+        fields[field] = value
+    return fields
 
 
 def output_limit(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:

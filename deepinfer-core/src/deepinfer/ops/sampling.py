@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, composite, op
-from deepinfer.sampling.rng import noise
+from deepinfer.sampling.rng import log, noise
 
 __all__ = ["STATUS_BAD_LOGITS", "STATUS_OK", "apply_filters", "sample_rows", "sample_step", "sampling_bytes"]
 
@@ -19,6 +19,8 @@ STATUS_BAD_LOGITS = 1
 
 MASS_BITS = 40
 """Probability mass is counted in units of 2**-40 of the largest probability: a sum of integers has no order."""
+
+SMALLEST_NORMAL = 2.0**-126
 
 BLOCK_ELEMENTS = 1 << 20
 """Logits that one block of rows works on, at least one row."""
@@ -50,6 +52,10 @@ def _sampling_arguments(rows: int, generator: torch.Generator) -> dict[str, Tens
     }
 
 
+def _min_p(rows: int, generator: torch.Generator) -> Tensor:
+    return torch.where(torch.arange(rows) % 3 == 1, 0.5 * torch.rand(rows, generator=generator), 0.0)
+
+
 def _draw_arguments(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {
         "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
@@ -76,21 +82,27 @@ def _filter_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
     for label, logits in _logits_samples(size, generator):
         arguments = _sampling_arguments(logits.shape[0], generator)
         yield Sample(label, {"logits": logits, **arguments}, ("logits", *arguments))
+        arguments["min_p"] = _min_p(logits.shape[0], generator)
+        yield Sample(f"{label}, min-p", {"logits": logits, **arguments}, ("logits", *arguments))
 
 
 @op(samples=_filter_samples, determinism=Determinism.ROW_INVARIANT)
-def apply_filters(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Scale logits by temperature and drop what top-k and top-p exclude (design 6).
+def apply_filters(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
+) -> Tensor:
+    """Scale logits by temperature and drop what top-k, top-p and min-p exclude (design 6).
 
-    The order of ids is by value, then by lower id. An id is kept if fewer than top_k ids stand before it and the mass
-    before it, relative to the whole distribution after temperature, is below top_p; so the first id always stays. Mass
-    is counted in integers of 2**-40 of the largest probability. Temperature 0 keeps the first id alone.
+    The order of ids is by value, then by lower id. An id is kept if fewer than top_k ids stand before it, the mass
+    before it, relative to the whole distribution after temperature, is below top_p, and its probability is at least
+    min_p times the largest one; so the first id always stays. Mass is counted in integers of 2**-40 of the largest
+    probability. Temperature 0 keeps the first id alone.
 
     Args:
         logits: float32 [S, V] without NaN or +inf.
         temperature: float32 [S], 0 or positive.
         top_k: int32 [S], -1 for all.
         top_p: float32 [S], 1 for all.
+        min_p: float32 [S], 0 for all; None: 0 for every row.
 
     Returns:
         float32 [S, V]: (logit - largest logit) / temperature where kept, else -inf.
@@ -104,6 +116,10 @@ def apply_filters(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     limited = ((temperature > 0) & ((top_k >= 0) | (top_p < 1))).nonzero()[:, 0]
     if limited.numel():
         scaled[limited] = _keep_first(scaled[limited], top_k[limited], top_p[limited])
+    if min_p is not None:
+        # log(p / largest p) against log(min_p), which is a fixed sequence of operations on every backend.
+        least = torch.where(min_p > 0, log(min_p.to(torch.float32).clamp(min=SMALLEST_NORMAL)), -torch.inf)
+        scaled = torch.where(scaled >= least[:, None], scaled, -torch.inf)
     return scaled
 
 
@@ -163,6 +179,8 @@ def _step_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
         rows = logits.shape[0]
         arguments = {**_sampling_arguments(rows, generator), **_draw_arguments(rows, generator)}
         yield Sample(label, {"logits": logits, **arguments}, ("logits", *arguments))
+        with_min_p = {**arguments, "min_p": _min_p(rows, generator)}
+        yield Sample(f"{label}, min-p", {"logits": logits, **with_min_p}, ("logits", *with_min_p))
         if rows >= 4:
             bad = logits.clone()
             bad[0, 1], bad[1, 2], bad[2] = torch.nan, torch.inf, -torch.inf
@@ -178,6 +196,7 @@ def sample_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     Args of the operation:
         logits: float32 [S, V]; float64 and others are rounded to float32 first.
         temperature, top_p: float32 [S]; top_k, completions: int32 [S]; seeds: int64 [S].
+        min_p: float32 [S], last and optional.
         positions: int64 [S], position of the token to be drawn: the row's position + 1.
 
     Returns of the operation:
@@ -194,6 +213,7 @@ def sample_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         seeds: Tensor,
         positions: Tensor,
         completions: Tensor,
+        min_p: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         largest = logits.amax(-1)
         bad = ~torch.isfinite(largest)
@@ -201,7 +221,8 @@ def sample_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         if bool((temperature == 0).all()):
             tokens = safe.argmax(-1)
         else:
-            tokens = draw(filters(safe, temperature, top_k, top_p), temperature, seeds, positions, completions)
+            kept = filters(safe, temperature, top_k, top_p, min_p)
+            tokens = draw(kept, temperature, seeds, positions, completions)
         return torch.where(bad, -1, tokens), torch.where(bad, STATUS_BAD_LOGITS, STATUS_OK).to(torch.int32)
 
     def sample_step(
@@ -212,9 +233,12 @@ def sample_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         seeds: Tensor,
         positions: Tensor,
         completions: Tensor,
+        min_p: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         rows, vocab = logits.shape
-        arguments = (logits.to(torch.float32), temperature, top_k, top_p, seeds, positions, completions)
+        arguments = [logits.to(torch.float32), temperature, top_k, top_p, seeds, positions, completions]
+        if min_p is not None:
+            arguments.append(min_p)
         block = _rows_per_block(vocab)
         if rows <= block:
             return sample_block(*arguments)
