@@ -1,0 +1,1 @@
+"""Stores below the device: where pages and snapshots survive eviction and restarts."""
