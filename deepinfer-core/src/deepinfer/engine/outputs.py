@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from deepinfer.errors import DeepInferError
 
-__all__ = ["CompletionOutput", "RequestMetrics", "RequestOutput"]
+__all__ = ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "ScoreOutput", "TokenLogprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one id at one place.
+
+    Attributes:
+        logprob: natural logarithm of its probability; -inf for an id that could not be drawn.
+        rank: 1 for the most probable id; among equals the lower id comes first.
+        decoded_token: its text alone; None without a codec.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""The id at a place and the most probable ids there, most probable first."""
 
 
 @dataclass
@@ -18,16 +38,21 @@ class CompletionOutput:
         text: the decoded text; empty without a codec.
         token_ids: every generated id; the EOS or stop id that ended it is the last one.
         finish_reason: "stop", "length", "error", "abort", or None while running.
-        stop_reason: the id of `stop_token_ids` that ended it; None after EOS and for other reasons.
-        seed: the seed of its draws, given or drawn: with it the request can be repeated.
+        stop_reason: the id of `stop_token_ids` or the stop string that ended it; None after EOS and for other reasons.
+        seed: the seed of its draws, given or drawn: with it the request can be repeated. All completions of a prompt
+            share it; their index tells their draws apart.
+        logprobs: of every generated id and the most probable ones at its place; None if not asked for.
+        cumulative_logprob: sum over the generated ids; None if not asked for.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     seed: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass
@@ -80,7 +105,8 @@ class RequestOutput:
         error: why the request ended with "error"; None otherwise.
         num_cached_tokens: prompt tokens whose cache entries were reused.
         numerics_id: names the numerics that produced the bits; equal ids promise equal tokens for equal seeds.
-        metrics: moments and counts; None if the request was refused.
+        metrics: moments and counts of the first completion; None if the request was refused.
+        prompt_logprobs: of every prompt id given those before it, None for the first; None if not asked for.
     """
 
     request_id: str
@@ -92,3 +118,31 @@ class RequestOutput:
     num_cached_tokens: int = 0
     numerics_id: str = ""
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass
+class ScoreOutput:
+    """How probable a text is.
+
+    Attributes:
+        token_ids: the ids that were scored: a continuation's, or all of a prompt but its first.
+        logprobs: of each of them, given everything before it.
+        ranks: of each of them; 1 where it is what greedy decoding would have chosen.
+        error: why it could not be scored.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    error: DeepInferError | None = None
+
+    @property
+    def log_likelihood(self) -> float:
+        """Sum of the log-probabilities."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have produced exactly this."""
+        return all(rank == 1 for rank in self.ranks)
