@@ -163,12 +163,12 @@ class Driver:
         plan = pack_plan(self.plan(parts, row_bucket), self.model.device)
         layout, traits = self.model.layout, self.model.traits
         inputs = self.model.table.expand_plan(
-            self.records, plan, int(max(row_bucket, sum(part.rows for part in parts))), layout.ring_length,
-            traits.ngram_size,
+            self.records, plan, int(max(row_bucket, sum(part.rows for part in parts))),
+            sum(part.rows for part in parts), layout.ring_length, traits.ngram_size,
         )  # fmt: skip
         shown = inputs if gaps is None else insert_padding(inputs, gaps)
         rows = (shown.positions >= 0).nonzero().squeeze(1)
-        result = self.graph.forward(dataclasses.replace(shown, last_rows=rows), self.storage)
+        result = self.graph.forward(dataclasses.replace(shown, sample_rows=rows), self.storage)
         logits = {int(slot): result.logits[shown.slots[rows] == slot] for slot in shown.slots[rows].unique()}
         return Step(tuple(parts), inputs, logits)
 

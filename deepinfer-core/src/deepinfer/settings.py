@@ -104,6 +104,44 @@ class Settings(BaseSettings):
         5, ge=0, description="Most draft tokens per sequence and step (N); 0 turns drafting off."
     )
 
+    zero_overhead_scheduling: bool = Field(
+        True,
+        description="Plan and launch the next step while one runs (asynchronous loop), where the backend can. Never "
+        "changes a token.",
+    )
+
+    # Reuse of prefixes.
+    enable_prefix_caching: bool = Field(
+        True,
+        description="Keep the pages of finished requests and resume prompts that begin like earlier ones. With "
+        "row-invariant kernels (`DEEPINFER_BATCH_INVARIANT`) a hit never changes a bit; without them a hit, like any "
+        "other change of the batch, may.",
+    )
+    prefix_snapshots: int | None = Field(
+        None,
+        ge=0,
+        description="Copies of state slots from which prompts can resume. Empty: two for each of `max_num_seqs`, within "
+        "a tenth of the cache memory; 0 turns reuse off.",
+    )
+    prefix_snapshot_interval: int = Field(
+        4096, ge=1, description="Tokens between the copies that a long prompt leaves; rounded down to whole pages."
+    )
+    prefix_host_bytes: int = Field(
+        0, ge=0, description="Host memory for pages and state copies that outlive the device's; 0 turns it off."
+    )
+    prefix_disk_dir: Path | None = Field(
+        None,
+        description="Directory for pages and state copies that outlive the process; engines on one machine may share "
+        "it. Empty turns it off.",
+    )
+    prefix_disk_bytes: int = Field(16 << 30, ge=1, description="Most bytes in `prefix_disk_dir`.")
+    prefix_load_seconds: float = Field(
+        0.5, ge=0.0, description="Longest time that a request waits for its prefix from host memory, disk or a store."
+    )
+    kv_stores: str = Field(
+        "", description="Comma list of stores of installed plugins that keep pages and state copies, fastest first."
+    )
+
     # Memory and loading.
     memory_utilization: float = Field(
         0.9, gt=0.0, le=1.0, description="Share of the free device memory that weights, workspaces and caches may take."

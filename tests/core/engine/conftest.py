@@ -14,7 +14,7 @@ from torch import Tensor
 from deepinfer.engine.build import build_engine
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.models.traits import ModelTraits
-from deepinfer.ops import metadata, sampling
+from deepinfer.ops import logits, metadata, sampling, verification
 from deepinfer.ops.metadata import StepInputs
 from deepinfer.settings import Settings
 
@@ -24,6 +24,8 @@ IMAGE = 5
 NGRAM = 3
 PAGE = 4
 RING = 6
+STATES = 8
+SLOT_BYTES = STATES * 16
 MODULUS = 1_000_003
 
 
@@ -40,7 +42,7 @@ def logits_of(state: int) -> Tensor:
 
 @dataclass
 class Storage:
-    """Pages hold tokens, slots hold (last position, state); 0xFF bytes read as -1."""
+    """Pages hold tokens, slots a ring of (position, state) of the last positions; 0xFF bytes read as -1."""
 
     pages: Tensor
     slots: Tensor
@@ -61,16 +63,32 @@ class FakeModel:
             max_drafts=0,
             page_size=PAGE,
             page_bytes=PAGE * 8,
-            slot_bytes=16,
+            slot_bytes=SLOT_BYTES,
             ring_length=RING,
             weight_bytes=1000,
         )
         ops = SimpleNamespace(
             expand_plan=metadata.expand_plan,
             commit_step=metadata.commit_step,
+            verify_coupled=verification.verify_coupled,
             apply_filters=sampling.apply_filters,
             sample_rows=sampling.sample_rows,
+            add_bias=logits.add_bias,
+            apply_penalties=logits.apply_penalties,
+            forbid_tokens=logits.forbid_tokens,
+            force_tokens=logits.force_tokens,
+            count_tokens=logits.count_tokens,
+            token_logprobs=logits.token_logprobs,
         )
+        for name in (
+            "add_bias",
+            "apply_penalties",
+            "forbid_tokens",
+            "force_tokens",
+            "count_tokens",
+            "token_logprobs",
+        ):
+            setattr(ops, name, getattr(logits, name))
         ops.sample_step = sampling.sample_step(ops)
         self.table = ops
         self.fail_on: Callable[[list[int]], bool] = lambda slots: False
@@ -83,23 +101,26 @@ class FakeModel:
     def allocate_caches(self, num_pages: int, num_slots: int) -> Storage:
         return Storage(
             torch.full((num_pages, PAGE * 8), 0xFF, dtype=torch.uint8),
-            torch.full((num_slots, 16), 0xFF, dtype=torch.uint8),
+            torch.full((num_slots, SLOT_BYTES), 0xFF, dtype=torch.uint8),
         )
 
     def forward(self, inputs: StepInputs, storage: Storage) -> Any:
         pages, slots = storage.pages.view(torch.int64).numpy(), storage.slots.view(torch.int64).numpy()
         table, history, first = inputs.page_table.numpy(), inputs.history.numpy(), inputs.first_positions.numpy()
         self.rows_seen.append(int((inputs.slots >= 0).sum()))
+        slots = slots.reshape(slots.shape[0], STATES, 2)
         states: dict[int, int] = {}
+        after: list[int] = []
         rows = zip(inputs.token_ids.tolist(), inputs.positions.tolist(), inputs.slots.tolist(), strict=True)
         for row, (token, position, slot) in enumerate(rows):
             if slot < 0:
                 assert token == position == -1
+                after.append(-1)
                 continue
             assert slot > 0
             assert 0 <= token < VOCAB
             if position == first[row]:
-                previous, state = (-1, 0) if position == 0 else slots[slot].tolist()
+                previous, state = (-1, 0) if position == 0 else slots[slot, (position - 1) % STATES].tolist()
                 assert previous == position - 1, "the slot belongs to another position"
             else:
                 state = states[slot]
@@ -114,14 +135,15 @@ class FakeModel:
                     assert expected >= 0, "read poison from a page"
                 assert history[row, distance - 1] == expected
             states[slot] = chain(state, token, position)
-            slots[slot] = position, states[slot]
+            slots[slot, position % STATES] = position, states[slot]
+            after.append(states[slot])
         if self.fail_on(inputs.seq_slots.tolist()):  # in the middle: caches are written, records are not
             raise RuntimeError("kernel fell over")
-        logits = torch.full((inputs.seq_slots.shape[0], VOCAB), torch.nan)
-        for index, (slot, last) in enumerate(zip(inputs.seq_slots.tolist(), inputs.last_rows.tolist(), strict=True)):
-            if last >= 0:
-                logits[index] = torch.nan if self.poison_logits(states[slot]) else logits_of(states[slot])
-        return SimpleNamespace(logits=logits)
+        found = torch.full((inputs.sample_rows.shape[0], VOCAB), torch.nan)
+        for index, row in enumerate(inputs.sample_rows.tolist()):
+            if row >= 0:
+                found[index] = torch.nan if self.poison_logits(after[row]) else logits_of(after[row])
+        return SimpleNamespace(logits=found)
 
     def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: Storage) -> Any:
         raise NotImplementedError("the fake proposes nothing")
@@ -168,6 +190,9 @@ def make_engine() -> Callable[..., Any]:
         *,
         num_pages: int | None = None,
         max_prefill_chunk: int | None = None,
+        preempt_every: int = 0,
+        drafter: Any = None,
+        executor: Any = None,
         **settings: Any,
     ) -> Any:
         given = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "use_nextn_decode": 0, **settings}
@@ -177,9 +202,18 @@ def make_engine() -> Callable[..., Any]:
             num_pages=num_pages,
             max_prefill_chunk=max_prefill_chunk,
             poison_released=True,
+            preempt_every=preempt_every,
+            drafter=drafter,
+            executor=executor,
         ).core
 
     return make
+
+
+@pytest.fixture
+def fake_rules() -> SimpleNamespace:
+    """The fake model's definition: `chain` and `logits_of`."""
+    return SimpleNamespace(chain=chain, logits_of=logits_of)
 
 
 @pytest.fixture

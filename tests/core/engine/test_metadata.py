@@ -15,7 +15,9 @@ from deepinfer.ops.metadata import PlanTensors, SlotRecords, StepInputs, commit_
 from deepinfer.scheduler.plan import SamplingRows, StepPlan
 
 
-def loop_expand(records: SlotRecords, plan: PlanTensors, row_bucket: int, ring_length: int, ngram_size: int) -> Any:
+def loop_expand(
+    records: SlotRecords, plan: PlanTensors, row_bucket: int, sample_bucket: int, ring_length: int, ngram_size: int
+) -> Any:
     """What the contract says, one row at a time, in plain Python."""
     size = records.history.shape[1]
     for slots in (plan.released_slots, plan.admitted_slots):
@@ -40,20 +42,37 @@ def loop_expand(records: SlotRecords, plan: PlanTensors, row_bucket: int, ring_l
     ):
         if slot >= 0:
             records.page_table[slot, index] = page
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("token_ids", "positions", "slots", "first_positions", "first_rows", "sequences", "window_low", "commit_rows"),
+        -1,
+    )
+    unsampled = dict.fromkeys(("sample_rows", "sample_sequences", "sample_positions"), -1)
     rows: list[dict[str, Any]] = []
-    sequences = []
+    sequences: list[dict[str, Any]] = []
+    sampled: list[dict[str, Any]] = []
     host = iter(plan.host_tokens.tolist())
     for sequence, (slot, count) in enumerate(zip(plan.slots.tolist(), plan.row_counts.tolist(), strict=True)):
         first_row, first = len(rows), int(records.length[slot])
         known: dict[int, int] = {p: int(records.history[slot, p % size]) for p in range(max(0, first - size), first)}
+        prefill, live = bool(plan.is_prefill[sequence]), count if slot >= 0 else 0
+        if not prefill and live:
+            live = min(count, 1 + int(records.draft_count[slot])) if records.next_token[slot] >= 0 else 0
+        starts = len(sampled)
         for offset in range(count):
+            if offset >= live:
+                rows.append(dict(nothing, history=[-1] * (ngram_size - 1)))
+                sampled += [dict(unsampled)] * bool(plan.samples[sequence] and not prefill)
+                continue
             position = first + offset
-            if plan.is_prefill[sequence]:
+            if prefill:
                 token = next(host)
             else:
                 token = int(records.next_token[slot] if offset == 0 else records.drafts[slot, offset - 1])
             history = [known.get(position - back, -1) if position >= back else -1 for back in range(1, ngram_size)]
             known[position] = token
+            if plan.samples[sequence] and (not prefill or offset == count - 1):
+                entry = {"sample_rows": len(rows), "sample_sequences": sequence, "sample_positions": position}
+                sampled.append(entry)
             rows.append(
                 {
                     "token_ids": token,
@@ -64,23 +83,20 @@ def loop_expand(records: SlotRecords, plan: PlanTensors, row_bucket: int, ring_l
                     "sequences": sequence,
                     "history": history,
                     "window_low": 0,
-                    "commit_rows": position % ring_length if offset >= count - ring_length else -1,
+                    "commit_rows": position % ring_length if offset >= live - ring_length else -1,
                 }
             )
-        live = slot >= 0 and count > 0
         sequences.append(
             {
-                "last_rows": first_row + count - 1 if live and plan.samples[sequence] else -1,
+                "sample_starts": starts,
+                "sample_counts": sum(entry["sample_rows"] >= 0 for entry in sampled[starts:]),
                 "seq_slots": slot if live else -1,
-                "seq_positions": first + count - 1 if live else -1,
+                "seq_positions": first + live - 1 if live else -1,
             }
         )
-    padding = dict.fromkeys(
-        ("token_ids", "positions", "slots", "first_positions", "first_rows", "sequences", "window_low", "commit_rows"),
-        -1,
-    )
-    rows += [{**padding, "history": [-1] * (ngram_size - 1)}] * (row_bucket - len(rows))
-    return rows, sequences
+    rows += [dict(nothing, history=[-1] * (ngram_size - 1))] * (row_bucket - len(rows))
+    sampled += [dict(unsampled)] * (sample_bucket - len(sampled))
+    return rows, sequences, sampled
 
 
 def column(table: list[dict[str, Any]], name: str) -> list[Any]:
@@ -94,7 +110,7 @@ def test_expand_plan(size: Any, seed: int) -> None:
         expected = copy.deepcopy(sample.kwargs)
         poison = {name: value[0].clone() for name, value in vars(sample.kwargs["records"]).items()}
         inputs = expand_plan(**sample.kwargs)
-        rows, sequences = loop_expand(**expected)
+        rows, sequences, sampled = loop_expand(**expected)
         for name in (
             "token_ids",
             "positions",
@@ -107,8 +123,10 @@ def test_expand_plan(size: Any, seed: int) -> None:
             "history",
         ):
             assert getattr(inputs, name).tolist() == column(rows, name), (sample.label, name)
-        for name in ("last_rows", "seq_slots", "seq_positions"):
+        for name in ("sample_starts", "sample_counts", "seq_slots", "seq_positions"):
             assert getattr(inputs, name).tolist() == column(sequences, name), (sample.label, name)
+        for name in ("sample_rows", "sample_sequences", "sample_positions"):
+            assert getattr(inputs, name).tolist() == column(sampled, name), (sample.label, name)
         assert not inputs.is_image.any()
         assert inputs.embed_override is None
         records = sample.kwargs["records"]
@@ -125,7 +143,7 @@ def loop_commit(
     for index, slot in enumerate(inputs.seq_slots.tolist()):
         if slot < 0:
             continue
-        sampled = int(inputs.last_rows[index]) >= 0
+        sampled = int(inputs.sample_counts[index]) > 0
         records.length[slot] = int(inputs.seq_positions[index]) + 1 - (0 if rejected is None else int(rejected[index]))
         records.next_token[slot] = tokens[index] if sampled else -1
         records.drafts[slot], records.confidences[slot], records.draft_count[slot] = -1, 0, 0
@@ -184,7 +202,7 @@ def test_history_survives_long_and_short_chunks() -> None:
                 samples=np.array([False]),
                 row_bucket=cut + 2,
             )
-            inputs = expand_plan(records, pack_plan(plan, torch.device("cpu")), plan.row_bucket, 8, 4)
+            inputs = expand_plan(records, pack_plan(plan, torch.device("cpu")), plan.row_bucket, 0, 8, 4)
             rows += inputs.history[:cut].tolist()
             commit_step(records, inputs, torch.full((1,), -1))
             start += cut

@@ -143,7 +143,7 @@ def test_drafting_fills_the_records_and_changes_no_token(llm: LLM, alone: list[l
     model = llm._loaded.model
     traits = model.traits
     config = SchedulerConfig(2, 32, 160, traits.page_size, history_width=traits.ngram_size - 1)
-    runner = ModelRunner(model, num_pages=30, num_slots=3, max_pages=config.max_pages, drafting=True)
+    runner = ModelRunner(model, num_pages=30, num_slots=3, max_pages=config.max_pages, num_drafts=traits.max_drafts)
     core = EngineCore(runner, Scheduler(config, PagePool(30), SlotPool(3)))
     generation = core.add("a", np.array(PROMPTS[1]), PARAMS[1], seed=1, max_tokens=7)
     core.step()

@@ -84,7 +84,7 @@ def test_pages_are_granted_when_positions_reach_them() -> None:
         grants.append((step.plan.page_indices.tolist(), step.plan.row_counts.tolist()))
     # Positions 0-2, then one a step up to 8: three pages, each when its first position is scheduled.
     assert grants == [([0], [3]), ([], [1]), ([1], [1]), ([], [1]), ([], [1]), ([], [1]), ([2], [1])]
-    assert scheduler.num_reserved_pages == 3
+    assert scheduler.pages.num_used == 3
 
 
 def test_plans_may_run_ahead_of_results() -> None:

@@ -20,7 +20,20 @@ __all__ = ["ENGINE_OPS", "Binding", "FallbackPolicy", "KernelTable", "all_contra
 
 FallbackPolicy = Literal["allow", "warn", "error"]
 
-ENGINE_OPS = ("commit_step", "copy_blocks", "expand_plan", "sample_step")
+ENGINE_OPS = (
+    "add_bias",
+    "apply_filters",
+    "apply_penalties",
+    "commit_step",
+    "copy_blocks",
+    "count_tokens",
+    "expand_plan",
+    "forbid_tokens",
+    "force_tokens",
+    "sample_step",
+    "token_logprobs",
+    "verify_coupled",
+)
 """Ops that the engine asks for, beside those of a model's graph."""
 
 _logger = logging.getLogger("deepinfer")

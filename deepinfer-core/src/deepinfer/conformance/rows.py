@@ -14,7 +14,8 @@ from deepinfer.conformance.trees import leaves, map_leaves
 
 __all__ = ["row_count", "take_rows", "units"]
 
-PER_SEQUENCE = ("last_rows", "seq_slots", "seq_positions")
+PER_SEQUENCE = ("seq_slots", "seq_positions")
+SAMPLED = ("sample_rows", "sample_sequences", "sample_positions", "sample_starts", "sample_counts")
 SHARED = ("page_table",)
 
 
@@ -76,7 +77,7 @@ def _take_step(step: StepInputs, index: Tensor) -> StepInputs:
     changed: dict[str, Any] = {}
     for item in fields(step):
         value = getattr(step, item.name)
-        if isinstance(value, Tensor) and item.name not in (*PER_SEQUENCE, *SHARED):
+        if isinstance(value, Tensor) and item.name not in (*PER_SEQUENCE, *SAMPLED, *SHARED):
             changed[item.name] = value[index]
     changed["first_rows"] = _renumber(step.first_rows, index)
     kept = list(dict.fromkeys(number for number in step.sequences[index].tolist() if number >= 0))
@@ -85,8 +86,21 @@ def _take_step(step: StepInputs, index: Tensor) -> StepInputs:
     changed["sequences"] = sequence[step.sequences[index]]
     for name in PER_SEQUENCE:
         changed[name] = getattr(step, name)[kept]
-    changed["last_rows"] = _renumber(torch.arange(step.slots.shape[0]), index)[:0]
+    changed.update(_take_sampled(step, kept, index, sequence))
+    return replace(step, **changed)
+
+
+def _take_sampled(step: StepInputs, kept: list[int], index: Tensor, sequence: Tensor) -> dict[str, Tensor]:
+    """The sampled rows of the kept sequences, renumbered."""
     place = torch.full((step.slots.shape[0] + 1,), -1, dtype=torch.int64)
     place[index] = torch.arange(index.shape[0])
-    changed["last_rows"] = place[step.last_rows[kept]]
-    return replace(step, **changed)
+    counts = step.sample_counts[kept]
+    spans = zip(step.sample_starts[kept].tolist(), counts.tolist(), strict=True)
+    taken = [entry for start, count in spans for entry in range(start, start + count)]
+    return {
+        "sample_rows": place[step.sample_rows[taken]],
+        "sample_sequences": sequence[step.sample_sequences[taken]],
+        "sample_positions": step.sample_positions[taken],
+        "sample_starts": counts.cumsum(0) - counts,
+        "sample_counts": counts,
+    }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from deepinfer.cache.pool import PagePool, SlotPool
 from deepinfer.engine.core import EngineCore
+from deepinfer.engine.executor import Executor, InlineExecutor, ThreadExecutor
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.engine.memory_plan import MemoryPlan, MemoryRequest
-from deepinfer.engine.runner import ModelRunner, history_length
+from deepinfer.engine.runner import Drafter, ModelRunner, history_length
 from deepinfer.errors import ConfigError
 from deepinfer.ops.metadata import SlotRecords
 from deepinfer.ops.sampling import sampling_bytes
@@ -89,19 +91,37 @@ def build_engine(
     num_pages: int | None = None,
     max_prefill_chunk: int | None = None,
     poison_released: bool = False,
+    preempt_every: int = 0,
+    drafter: Drafter | None = None,
+    executor: Callable[[ModelRunner], Executor] | None = None,
 ) -> BuiltEngine:
-    """Allocate what `plan_memory` planned and put the loop together; arguments and errors as there."""
+    """Allocate what `plan_memory` planned and put the loop together; arguments and errors as there.
+
+    Args:
+        poison_released: overwrite freed cache memory with NaN bytes (tests).
+        preempt_every: preempt a request in every so many steps (tests).
+        drafter: proposes `settings.use_nextn_decode` tokens a step instead of the model.
+        executor: runs the steps; None: a worker thread, or the caller's with the synchronous loop.
+    """
     plan, config = plan_memory(loaded, settings, num_pages=num_pages, max_prefill_chunk=max_prefill_chunk)
+    depth = 2 if settings.zero_overhead_scheduling else 1
+    num_drafts = settings.use_nextn_decode if drafter is not None else 0
+    config = replace(config, preempt_every=preempt_every, num_drafts=num_drafts, lookahead=num_drafts * (depth - 1))
     _attach_workspace(loaded, config)
     runner = ModelRunner(
         loaded.model,
         num_pages=plan.num_pages,
         num_slots=plan.request.num_slots,
         max_pages=config.max_pages,
+        num_drafts=num_drafts,
+        drafter=drafter,
         poison_released=poison_released,
+        alloc_pinned=None if loaded.runtime is None else loaded.runtime.alloc_pinned,
     )
+    if executor is None:
+        executor = ThreadExecutor if depth > 1 else InlineExecutor
     scheduler = Scheduler(config, PagePool(plan.num_pages), SlotPool(plan.request.num_slots))
-    return BuiltEngine(EngineCore(runner, scheduler), plan, config.max_model_len)
+    return BuiltEngine(EngineCore(runner, scheduler, executor(runner), depth=depth), plan, config.max_model_len)
 
 
 def _attach_workspace(loaded: LoadedModel, config: SchedulerConfig) -> None:

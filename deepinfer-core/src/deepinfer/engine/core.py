@@ -1,19 +1,24 @@
-"""The step loop: plan, run, read, post-process; one bad request hurts only itself."""
+"""The step loop: plan and launch ahead, read one step late, post-process; one bad request hurts only itself."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer.engine.outputs import RequestMetrics
+from deepinfer.engine.executor import Executor, InlineExecutor, PendingStep
+from deepinfer.engine.outputs import RequestMetrics, TokenLogprobs
 from deepinfer.engine.runner import ModelRunner, StepResult
+from deepinfer.engine.stops import TextStream
 from deepinfer.errors import DeepInferError, EngineDead, RequestFailed
 from deepinfer.ops.sampling import STATUS_OK
 from deepinfer.sampling.params import SamplingParams
+from deepinfer.sampling.slots import SlotSampling
 from deepinfer.scheduler.request import FinishReason, Request, SamplingRow
 from deepinfer.scheduler.scheduler import ScheduledStep, Scheduler
 
@@ -30,18 +35,25 @@ class Generation:
         request: the scheduler's side of it.
         params: as the caller gave them.
         token_ids: generated ids so far.
-        stop_reason: the id of `stop_token_ids` that ended it.
+        stop_reason: the id of `stop_token_ids` or the stop string that ended it.
         error: why it ended with "error".
         metrics: moments and counts.
+        text: the text of `token_ids` as it grows; None if nobody decodes it in the loop.
+        logprobs, cumulative_logprob: of `token_ids`; None if not asked for.
+        prompt_logprobs: of the prompt's ids, None where not known yet; None if not asked for.
     """
 
     request: Request
     params: SamplingParams
     metrics: RequestMetrics
     token_ids: list[int] = field(default_factory=list)
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     error: DeepInferError | None = None
     stops: frozenset[int] = frozenset()
+    text: TextStream | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -51,9 +63,10 @@ class Generation:
 
 @dataclass
 class EngineStats:
-    """Counts since the start; seconds are the host's, from planning to the processed result.
+    """Counts since the start; seconds are the host's, from the later of launch and previous result to the result.
 
-    Steps that hold prefill rows count as prefill time with all their rows.
+    Steps that hold prefill rows count as prefill time with all their rows. Rows of requests that had already ended are
+    counted too: the asynchronous loop wastes one step's rows of a request whose end it could not foresee.
     """
 
     steps: int = 0
@@ -62,25 +75,50 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     failed_steps: int = 0
+    preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _InFlight:
+    """A step whose result has not been read."""
+
+    scheduled: ScheduledStep
+    pending: PendingStep
+    launched: float
+
+
 class EngineCore:
-    """Requests in, tokens out, one step at a time (synchronous loop).
+    """Requests in, tokens out.
+
+    Each call of `step` plans and launches one step and reads the oldest one if `depth` are in flight. With depth 2 the
+    host plans step t + 1 while t runs, from bounds of what t will bring; the device records make the lengths exact.
+    With depth 1 the same code is the synchronous loop. Tokens are the same.
 
     Args:
         runner: the device side.
         scheduler: the host side; owns pages and slots.
+        executor: runs the steps; None: on the caller's thread.
+        depth: steps in flight at most while `step` plans: 2 is the asynchronous loop, 1 the synchronous one. The
+            scheduler's `lookahead` must fit it.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, executor: Executor | None = None, *, depth: int = 1
+    ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.stats = EngineStats()
         self._eos = runner.traits.eos_token_ids
         self._generations: dict[str, Generation] = {}
         self._dead: BaseException | None = None
-        scheduler.on_release = runner.released if runner.poison_released else None
+        self.executor: Executor = InlineExecutor(runner) if executor is None else executor
+        self.depth = depth
+        self._in_flight: deque[_InFlight] = deque()
+        self._last_read = 0.0
+        scheduler.on_release = self.executor.release if runner.poison_released else None
 
     @property
     def num_unfinished(self) -> int:
@@ -88,21 +126,41 @@ class EngineCore:
         return len(self._generations)
 
     def add(
-        self, request_id: str, prompt: NDArray[np.int64], params: SamplingParams, *, seed: int, max_tokens: int
+        self,
+        request_id: str,
+        prompt: NDArray[np.int64],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_tokens: int,
+        priority: int = 0,
+        completion: int = 0,
+        text: TextStream | None = None,
     ) -> Generation:
-        """Queue a checked request.
+        """Queue a checked request; lower priority values go first.
+
+        Args:
+            request_id: unique among the requests in flight. prompt: int64 [L]. params: as checked.
+            seed: of its draws. max_tokens: at most. priority: lower goes first.
+            completion: index among the completions of one prompt with one seed.
+            text: decodes the output in the loop; needed for stop strings.
 
         Raises:
             InvalidRequest, CapacityError: it can never run; nothing is queued.
             EngineDead: the loop has failed before.
         """
         self._check_alive()
-        sampling = SamplingRow(params.temperature, params.top_k, params.top_p, seed)
-        request = Request(request_id, prompt, max_tokens, sampling)
+        view = SlotSampling.of(params, prompt, self._eos)
+        sampling = SamplingRow(params.temperature, params.top_k, params.top_p, seed, completion, view)
+        request = Request(request_id, prompt, max_tokens, sampling, priority)
         self.scheduler.add(request)
         stops = frozenset(params.stop_token_ids)
         metrics = RequestMetrics(arrival=time.perf_counter(), num_prompt_tokens=prompt.size)
-        generation = Generation(request, params, metrics, stops=stops)
+        generation = Generation(request, params, metrics, stops=stops, text=text)
+        if params.logprobs is not None:
+            generation.logprobs, generation.cumulative_logprob = [], 0.0
+        if params.prompt_logprobs is not None:
+            generation.prompt_logprobs = [None] * prompt.size
         self._generations[request_id] = generation
         return generation
 
@@ -111,90 +169,175 @@ class EngineCore:
         generation = self._generations.get(request_id)
         if generation is not None:
             self._finish(generation, FinishReason.ABORT)
+            if not self._generations and self._dead is None:
+                self.flush()
         return generation
 
-    def step(self) -> list[Generation]:
-        """Run one step; return the generations that grew or ended.
+    def flush(self) -> list[Generation]:
+        """Read every step in flight; afterwards the device works for nobody. Returns and raises as `step`."""
+        return self._guarded(self._read_all)
 
-        A step with work always runs rows: it takes prompt rows, appends tokens or ends requests.
+    def close(self) -> None:
+        """End the executor; the steps in flight are waited for and forgotten."""
+        self._in_flight.clear()
+        self.executor.close()
+
+    def step(self) -> list[Generation]:
+        """Launch one step and read the one that is due; return the generations that grew or ended.
+
+        A call with work launches rows or reads a step. When the last request ends nothing is left in flight.
 
         Raises:
             EngineDead: the engine's own accounting failed, now or before. A failing kernel does not raise: it ends
                 the requests of its step with `RequestFailed`.
         """
+        return self._guarded(self._step)
+
+    def _guarded(self, call: Callable[[], list[Generation]]) -> list[Generation]:
         self._check_alive()
         try:
-            return self._step()
+            return call()
         except Exception as error:
             self._dead = error
             raise EngineDead(f"the step loop failed: {type(error).__name__}: {error}") from error
 
     def _step(self) -> list[Generation]:
+        changed: list[Generation] = []
+        launched = self._launch()
+        if not launched and not self._in_flight and self._generations:
+            raise RuntimeError(f"nothing can run although {len(self._generations)} requests are unfinished")
+        if self._in_flight and (not launched or len(self._in_flight) >= self.depth):
+            changed = self._read()
+        if not self._generations:
+            changed += self._read_all()
+        return changed
+
+    def _launch(self) -> bool:
+        """Plan a step and hand it to the device; False if no sequence can take a row now."""
         start = time.perf_counter()
         scheduled = self.scheduler.plan()
         if scheduled is None:
-            if self._generations:
-                raise RuntimeError(f"nothing can run although {len(self._generations)} requests are unfinished")
-            return []
+            return False
         for request in scheduled.requests:
             metrics = self._generations[request.request_id].metrics
             metrics.first_scheduled = start if metrics.first_scheduled is None else metrics.first_scheduled
             metrics.num_steps += 1
+        try:
+            pending = self.executor.submit(scheduled.plan)
+        except BaseException as error:  # An interrupted step leaves its sequences undefined.
+            self.scheduler.complete(scheduled.plan.step)
+            self._fail(scheduled, error, moved=False)
+            raise
+        self._in_flight.append(_InFlight(scheduled, pending, start))
+        return True
+
+    def _read(self) -> list[Generation]:
+        """Wait for the oldest step in flight and process it. An interrupt while waiting loses nothing."""
+        step = self._in_flight[0]
         result: StepResult | None = None
         failure: Exception | None = None
         try:
-            result = self.runner.launch(scheduled.plan).read()
+            result = step.pending.read()
         except Exception as error:
             failure = error
-        except BaseException as error:  # An interrupted step leaves its sequences undefined.
-            self.scheduler.complete(scheduled.plan.step)
-            self._fail(scheduled, error)
-            raise
+        self._in_flight.popleft()
+        scheduled = step.scheduled
+        if result is not None:
+            self.scheduler.correct(scheduled, result.accepted)
         self.scheduler.complete(scheduled.plan.step)
-        changed = self._fail(scheduled, failure) if result is None else self._process(scheduled, result)
-        self._count(scheduled, time.perf_counter() - start)
+        if result is None:
+            changed = self._fail(scheduled, failure, moved=step.pending.moves_done())
+        else:
+            changed = self._process(scheduled, result)
+        now = time.perf_counter()
+        self._count(scheduled, result, now - max(step.launched, self._last_read))
+        self._last_read = now
+        return changed
+
+    def _read_all(self) -> list[Generation]:
+        changed: list[Generation] = []
+        while self._in_flight:
+            changed += self._read()
         return changed
 
     def _process(self, scheduled: ScheduledStep, result: StepResult) -> list[Generation]:
-        """Give each sampled sequence its token; end those that are done."""
+        """Give each sampled sequence its tokens; end those that are done."""
         now = time.perf_counter()
         changed = []
+        self._take_prompt_logprobs(scheduled, result)
+        scored = {} if result.logprobs is None else {row: at for at, row in enumerate(result.logprobs.rows.tolist())}
+        starts, accepted = result.starts.tolist(), result.accepted.tolist()
+        tokens, status = result.tokens.tolist(), result.status.tolist()
         for index in np.flatnonzero(scheduled.plan.samples).tolist():
-            generation = self._generations.get(scheduled.requests[index].request_id)
-            if generation is None or generation.request is not scheduled.requests[index]:
-                continue
+            request = scheduled.requests[index]
+            generation = self._generations.get(request.request_id)
+            if generation is None or generation.request is not request:
+                continue  # It ended in an earlier step: these rows were wasted.
             changed.append(generation)
-            if result.status[index] != STATUS_OK:
-                position = generation.request.num_prompt_tokens + len(generation.token_ids)
-                generation.error = RequestFailed(
-                    f"request {generation.request.request_id!r}: the logits for position {position} hold NaN or "
-                    "infinity, or no token at all is allowed"
-                )
-                self._finish(generation, FinishReason.ERROR)
-            else:
-                self._append(generation, int(result.tokens[index]), now)
+            for row in range(starts[index], starts[index] + accepted[index]):
+                if status[row] != STATUS_OK:
+                    self._bad_logits(generation)
+                else:
+                    self._append(generation, tokens[row], now)
+                    if generation.logprobs is not None and result.logprobs is not None:
+                        count = int(generation.params.logprobs or 0)
+                        found = result.logprobs.at(scored[row], tokens[row], count)
+                        generation.logprobs.append(found)
+                        generation.cumulative_logprob = (generation.cumulative_logprob or 0.0) + found[tokens[row]].logprob
+                if generation.finish_reason is not None:
+                    break  # What was accepted behind the end does not exist.
         return changed
+
+    def _take_prompt_logprobs(self, scheduled: ScheduledStep, result: StepResult) -> None:
+        for rows in result.prompt_logprobs:
+            request = scheduled.requests[scheduled.plan.slots.tolist().index(rows.slot)]
+            generation = self._generations.get(request.request_id)
+            if generation is None or generation.request is not request or generation.prompt_logprobs is None:
+                continue
+            count = int(generation.params.prompt_logprobs or 0)
+            for index, position in enumerate(rows.rows.tolist()):
+                generation.prompt_logprobs[position] = rows.at(index, int(request.prompt[position]), count)
+
+    def _bad_logits(self, generation: Generation) -> None:
+        position = generation.request.num_prompt_tokens + len(generation.token_ids)
+        generation.error = RequestFailed(
+            f"request {generation.request.request_id!r}: the logits for position {position} hold NaN or "
+            "infinity, or no token at all is allowed"
+        )
+        self._finish(generation, FinishReason.ERROR)
 
     def _append(self, generation: Generation, token: int, now: float) -> None:
         if generation.metrics.first_token is None:
             generation.metrics.first_token = now
         generation.token_ids.append(token)
         generation.metrics.num_generated_tokens += 1
+        stopped = generation.text is not None and generation.text.push(token)
         if token in generation.stops:
             generation.stop_reason = token
             self._finish(generation, FinishReason.STOP)
         elif token in self._eos and not generation.params.ignore_eos:
             self._finish(generation, FinishReason.STOP)
+        elif stopped and generation.text is not None:
+            generation.stop_reason = generation.text.stop
+            self._finish(generation, FinishReason.STOP)
         elif len(generation.token_ids) >= generation.request.max_tokens:
             self._finish(generation, FinishReason.LENGTH)
 
-    def _fail(self, scheduled: ScheduledStep, failure: BaseException | None) -> list[Generation]:
-        """End every request of a step that raised; their pages and slots come back."""
+    def _fail(self, scheduled: ScheduledStep, failure: BaseException | None, *, moved: bool) -> list[Generation]:
+        """End every request of a step that raised; their pages and slots come back.
+
+        Args:
+            moved: whether the requests that the step's plan preempted had reached the host before it failed.
+        """
         self.stats.failed_steps += 1
         _logger.error("step %d failed", scheduled.plan.step, exc_info=failure)
         changed = []
-        for request in scheduled.requests:
-            generation = self._generations[request.request_id]
+        lost = set() if moved else {move.key for move in scheduled.plan.saves}
+        preempted = [item.request for item in self._generations.values() if item.request.arrival in lost]
+        for request in {*scheduled.requests, *preempted}:
+            generation = self._generations.get(request.request_id)
+            if generation is None or generation.request is not request:
+                continue
             generation.error = RequestFailed(
                 f"request {request.request_id!r}: step {scheduled.plan.step} failed: "
                 f"{type(failure).__name__}: {failure}"
@@ -207,12 +350,19 @@ class EngineCore:
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
         self.scheduler.finish(generation.request, reason)
         generation.metrics.finished = time.perf_counter()
+        if generation.text is not None:
+            generation.text.finish()
         del self._generations[generation.request.request_id]
         finished = self.stats.finished
         finished[str(reason)] = finished.get(str(reason), 0) + 1
 
-    def _count(self, scheduled: ScheduledStep, seconds: float) -> None:
+    def _count(self, scheduled: ScheduledStep, result: StepResult | None, seconds: float) -> None:
         plan, stats = scheduled.plan, self.stats
+        stats.preemptions = self.scheduler.num_preemptions
+        if result is not None and self.runner.num_drafts:
+            verified = np.flatnonzero(~plan.is_prefill)
+            stats.drafted_tokens += int(plan.row_counts[verified].sum()) - verified.size
+            stats.accepted_drafts += int((result.accepted[verified] - 1).clip(min=0).sum())
         prefill = int(plan.row_counts[plan.is_prefill].sum())
         stats.steps += 1
         stats.prefill_rows += prefill

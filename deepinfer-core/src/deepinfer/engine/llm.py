@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,10 +16,11 @@ from deepinfer.engine.build import build_engine
 from deepinfer.engine.core import Generation
 from deepinfer.engine.loader import LoadedModel, load_model
 from deepinfer.engine.memory_plan import MemoryPlan
-from deepinfer.engine.outputs import CompletionOutput, RequestOutput
+from deepinfer.engine.outputs import CompletionOutput, RequestOutput, ScoreOutput
 from deepinfer.engine.progress import GenerationProgress
 from deepinfer.engine.prompts import Prompt, split_prompts, spread_params
 from deepinfer.engine.requests import check_params, check_prompt, draw_seed, output_limit
+from deepinfer.engine.stops import TextStream
 from deepinfer.errors import DeepInferError, EngineDead, InvalidRequest
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.settings import Settings, load_settings
@@ -152,9 +153,10 @@ class LLM:
             tickets = [self._check(item, given, add_bos) for item, given in zip(items, params, strict=True)]
             if strict:
                 _raise_first(ticket.output.error for ticket in tickets)
-            running = {ticket.output.request_id: ticket for ticket in tickets if ticket.output.error is None}
+            queued = [ticket for ticket in tickets if ticket.output.error is None]
+            running = {ticket.part_id(index): (ticket, index) for ticket in queued for index in range(ticket.params.n)}
             try:
-                for ticket in running.values():
+                for ticket in queued:
                     self._queue(ticket)
                 self._run(running, use_tqdm)
             finally:
@@ -164,6 +166,52 @@ class LLM:
                 _raise_first(ticket.output.error for ticket in tickets)
             return [ticket.output for ticket in tickets]
 
+    def score(
+        self, prompts: Any, continuations: Any = None, *, use_tqdm: bool = True, add_bos: bool = True
+    ) -> list[ScoreOutput]:
+        """Log-probabilities of given texts: of continuations after their prompts, or of the prompts themselves.
+
+        A continuation is encoded by itself and put behind its prompt's ids. The whole must leave room for one more
+        token in the context. A text that cannot be scored has `error` and disturbs no other.
+
+        Args:
+            prompts: as in `generate`.
+            continuations: as many, texts or lists of token ids; None: every prompt id but the first is scored.
+            use_tqdm: show progress on a terminal.
+            add_bos: as in `generate`.
+
+        Raises:
+            InvalidRequest: the arguments do not fit together.
+            EngineDead: the engine was closed or has failed.
+        """
+        items, _ = split_prompts(prompts, None)
+        after = [Prompt(token_ids=[])] * len(items) if continuations is None else split_prompts(continuations, None)[0]
+        if len(after) != len(items):
+            raise InvalidRequest(f"{len(after)} continuations for {len(items)} prompts", field="continuations")
+        self._alive()
+        scores = [ScoreOutput() for _ in items]
+        whole: list[Any] = []
+        starts: list[int] = []
+        for item, more, score in zip(items, after, scores, strict=True):
+            try:
+                ids = list(self._encode(item.text, add_bos) if item.token_ids is None else item.token_ids)
+                starts.append(max(1, len(ids)) if continuations is not None else 1)
+                whole.append([*ids, *(self._encode(more.text, False) if more.token_ids is None else more.token_ids)])
+            except InvalidRequest as error:
+                score.error = error
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        outputs = self.generate(prompt_token_ids=whole, sampling_params=params, use_tqdm=use_tqdm, raise_errors=False)
+        waiting = [score for score in scores if score.error is None]
+        for score, output, start in zip(waiting, outputs, starts, strict=True):
+            score.error = output.error
+            if output.error is None and output.prompt_logprobs is not None:
+                score.token_ids = output.prompt_token_ids[start:]
+                places = zip(output.prompt_logprobs[start:], score.token_ids, strict=True)
+                found = [place[token] for place, token in places if place is not None]
+                score.logprobs = [entry.logprob for entry in found]
+                score.ranks = [entry.rank for entry in found]
+        return scores
+
     def _check(self, item: Prompt, params: Any, add_bos: bool) -> _Ticket:
         """Validate one request; what is wrong with it goes into its output."""
         output = RequestOutput(str(self._next_id), item.text, [], numerics_id=self.numerics_id)
@@ -172,6 +220,8 @@ class LLM:
         traits = self._core.runner.traits
         try:
             ticket.params = check_params(params, traits)
+            if ticket.params.stop_strings:
+                TextStream(self._codec, ticket.params)  # Refused now, not in the middle of a batch.
             ids = self._encode(item.text, add_bos) if item.token_ids is None else item.token_ids
             ticket.prompt = check_prompt(ids, traits, self.max_model_len)
             output.prompt_token_ids = ticket.prompt.tolist()
@@ -185,29 +235,57 @@ class LLM:
         """Hand a checked request to the loop."""
         params, output = ticket.params, ticket.output
         seed = draw_seed() if params.seed is None else params.seed
-        self._core.add(output.request_id, ticket.prompt, params, seed=seed, max_tokens=ticket.max_tokens)
-        output.outputs = [CompletionOutput(0, "", [], seed=seed)]
+        output.outputs = [CompletionOutput(index, "", [], seed=seed) for index in range(params.n)]
+        # Prompt log-probabilities are the same for every completion.
+        rest = replace(params, prompt_logprobs=None)
+        for index in range(params.n):
+            self._core.add(
+                ticket.part_id(index),
+                ticket.prompt,
+                params if index == 0 else rest,
+                seed=seed,
+                max_tokens=ticket.max_tokens,
+                completion=index,
+                text=TextStream(self._codec, params) if params.stop_strings else None,
+            )
 
-    def _run(self, running: dict[str, _Ticket], use_tqdm: bool) -> None:
-        """Step until every queued request has ended, taking the ended ones out of `running`."""
+    def _run(self, running: dict[str, tuple[_Ticket, int]], use_tqdm: bool) -> None:
+        """Step until every queued completion has ended, taking the ended ones out of `running`."""
         with GenerationProgress(len(running), enabled=use_tqdm) as progress:
             while running:
                 changed = self._core.step()
                 for generation in changed:
                     if generation.finish_reason is not None:
-                        self._fill(running.pop(generation.request.request_id), generation)
+                        self._fill(*running.pop(generation.request.request_id), generation)
                 progress.update(changed)
 
-    def _fill(self, ticket: _Ticket, generation: Generation) -> None:
+    def _fill(self, ticket: _Ticket, index: int, generation: Generation) -> None:
         """Copy a finished generation to its output."""
-        output, completion = ticket.output, ticket.output.outputs[0]
-        output.finished = True
-        output.error = generation.error
-        output.metrics = generation.metrics
+        output, completion = ticket.output, ticket.output.outputs[index]
         completion.token_ids = generation.token_ids
         completion.finish_reason = str(generation.finish_reason)
         completion.stop_reason = generation.stop_reason
-        completion.text = self._decode(generation.token_ids, generation.params.skip_special_tokens)
+        completion.text = (
+            self._decode(generation.token_ids, generation.params.skip_special_tokens)
+            if generation.text is None
+            else generation.text.text
+        )
+        completion.logprobs = self._named(generation.logprobs)
+        completion.cumulative_logprob = generation.cumulative_logprob
+        if index == 0:
+            output.metrics = generation.metrics
+            output.prompt_logprobs = self._named(generation.prompt_logprobs)
+        output.error = output.error or generation.error
+        output.finished = all(part.finish_reason is not None for part in output.outputs)
+
+    def _named(self, places: Any) -> Any:
+        """Log-probabilities with the text of each id."""
+        if places is None or self._codec is None:
+            return places
+        return [
+            None if place is None else {token: replace(found, decoded_token=self._decode([token], False)) for token, found in place.items()}
+            for place in places
+        ]
 
     def _encode(self, text: str | None, add_bos: bool) -> list[int]:
         codec = self._codec
@@ -242,7 +320,9 @@ class LLM:
         """Free caches and weights; a second call does nothing."""
         with self._lock:
             self._loaded = None
-            self.__dict__.pop("_core", None)
+            core = self.__dict__.pop("_core", None)
+            if core is not None:
+                core.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -261,6 +341,10 @@ class _Ticket:
     params: SamplingParams = SamplingParams()
     prompt: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     max_tokens: int = 0
+
+    def part_id(self, index: int) -> str:
+        """The id in the loop of one completion."""
+        return self.output.request_id if index == 0 else f"{self.output.request_id}/{index}"
 
     def refuse(self, error: DeepInferError) -> None:
         """End the request with a typed error."""

@@ -40,6 +40,14 @@ class StepOps(Protocol):
     expand_plan: Any
     commit_step: Any
     sample_step: Any
+    verify_coupled: Any
+    apply_filters: Any
+    add_bias: Any
+    apply_penalties: Any
+    forbid_tokens: Any
+    force_tokens: Any
+    count_tokens: Any
+    token_logprobs: Any
 
     def workspace_bytes(self, limits: StepLimits) -> int:
         """Bytes of the scratch buffer that all bound kernels share."""
@@ -65,7 +73,7 @@ class ServedModel(Protocol):
         """The storage of pages and slots (page 0 and slot 0 included), all poisoned."""
 
     def forward(self, inputs: StepInputs, storage: Any) -> ForwardResult:
-        """Run all rows; logits [S, V] of `inputs.last_rows`, undefined where that is -1."""
+        """Run all rows; logits [R, V] of `inputs.sample_rows`, undefined where that is -1."""
 
     def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: Any) -> DraftResult:
         """Propose tokens after the anchors (int64 [S]); positions (int64 [S]) of the last accepted rows."""

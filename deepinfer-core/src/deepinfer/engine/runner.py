@@ -1,47 +1,70 @@
-"""Runs step plans on the device: expand, forward, sample, draft, commit."""
+"""Runs step plans on the device: move, expand, forward, sample, verify, draft, commit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepinfer.engine.loader import ServedModel
-from deepinfer.ops.metadata import PlanTensors, SlotRecords
+from deepinfer.engine.host_copies import HostCopies
+from deepinfer.engine.loader import DraftResult, ServedModel
+from deepinfer.engine.sampler import Drawn, LogprobRows, Sampler
+from deepinfer.ops.metadata import PlanTensors, SlotRecords, StepInputs
 from deepinfer.scheduler.plan import StepPlan
 
-__all__ = ["ModelRunner", "PendingStep", "StepResult", "history_length", "pack_plan"]
+__all__ = ["DeviceStep", "Drafter", "ModelRunner", "StepResult", "history_length", "pack_plan"]
 
 POISON = 0xFF
 """Every byte of a page or slot that holds nothing: a NaN in all formats."""
 
+Drafter = Callable[[Tensor, Tensor, Tensor, SlotRecords], "DraftResult"]
+"""(anchors [S], positions [S] of the last accepted rows, slots [S], records) -> drafts; -1 where there is none."""
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step decided, on the host, in the order of its sequences.
+    """What a step decided, on the host. R sampled rows lie behind each other, sequence by sequence.
 
     Attributes:
-        tokens: int64 [S], sampled ids; -1 where nothing was sampled.
-        status: int32 [S], status words of `sample_step`; 0 where nothing was sampled.
+        tokens: int64 [R], sampled ids; -1 where nothing was sampled.
+        status: int32 [R], status words of `sample_step`; 0 where nothing was sampled.
+        starts: int64 [S], first sampled row of each sequence.
+        accepted: int64 [S], sampled rows that stand; the last one's token may be unsound (see its status).
+        logprobs: of the sampled rows that ask for them.
+        prompt_logprobs: of the prompt chunks that ask for them.
     """
 
     tokens: NDArray[np.int64]
     status: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    accepted: NDArray[np.int64]
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: tuple[LogprobRows, ...] = ()
 
 
 @dataclass(frozen=True)
-class PendingStep:
+class DeviceStep:
     """A launched step whose result has not been read."""
 
     tokens: Tensor
     status: Tensor
+    starts: Tensor
+    accepted: Tensor
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: tuple[LogprobRows, ...] = ()
 
     def read(self) -> StepResult:
         """Wait for the step and copy its result to the host."""
-        return StepResult(self.tokens.cpu().numpy(), self.status.cpu().numpy())
+        tensors = (self.tokens, self.status, self.starts, self.accepted)
+        return StepResult(
+            *(value.cpu().numpy() for value in tensors),
+            logprobs=None if self.logprobs is None else self.logprobs.read(),
+            prompt_logprobs=tuple(rows.read() for rows in self.prompt_logprobs),
+        )
 
 
 def history_length(ngram_size: int, max_drafts: int) -> int:
@@ -84,15 +107,17 @@ def pack_plan(plan: StepPlan, device: torch.device) -> PlanTensors:
 
 
 class ModelRunner:
-    """One device's model, caches and slot records.
+    """One device's model, caches and slot records. One thread calls it, in the order of the steps.
 
     Args:
         model: what to run.
         num_pages, num_slots: of the caches, page 0 and slot 0 included.
         max_pages: pages of the longest request.
-        drafting: let the model propose `traits.max_drafts` tokens after every sampled one.
+        num_drafts: drafts that a record holds; 0: nothing is drafted.
+        drafter: proposes tokens instead of the model.
         poison_released: fill released pages and slots with NaN bytes before anyone gets them, so that a read of stale
             bytes shows (tests; costs bandwidth).
+        alloc_pinned: host memory for preempted requests; plain memory without it.
     """
 
     def __init__(
@@ -102,56 +127,122 @@ class ModelRunner:
         num_pages: int,
         num_slots: int,
         max_pages: int,
-        drafting: bool = False,
+        num_drafts: int = 0,
+        drafter: Drafter | None = None,
         poison_released: bool = False,
+        alloc_pinned: Callable[[int], Tensor] | None = None,
     ) -> None:
         traits = model.traits
         self.model = model
         self.traits = traits
-        self.drafting = drafting
+        self.num_drafts = num_drafts
+        self.drafter = drafter
         self.poison_released = poison_released
-        num_drafts = traits.max_drafts if drafting else 0
         self.records = SlotRecords.allocate(
-            num_slots, max_pages, num_drafts, history_length(traits.ngram_size, traits.max_drafts), model.device
+            num_slots,
+            max_pages,
+            num_drafts,
+            history_length(traits.ngram_size, max(traits.max_drafts, num_drafts)),
+            model.device,
         )
         self.storage = model.allocate_caches(num_pages, num_slots)
+        self.host_copies = HostCopies(self.records, self.storage, alloc_pinned)
+        self.moved_step = -1
+        """The last step whose moves between device and host were done."""
+        self._broken: set[int] = set()
+        self.sampler = Sampler(model.table, traits.vocab_size, num_slots, model.device)
         # Bound once: a step looks nothing up.
         self._expand = model.table.expand_plan
-        self._sample = model.table.sample_step
+        self._verify = model.table.verify_coupled
         self._commit = model.table.commit_step
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Run a plan up to its sampled tokens without reading anything back."""
+    def launch(self, plan: StepPlan) -> DeviceStep:
+        """Run a plan up to its committed records without reading anything back.
+
+        If it raises, the sequences of the plan are undefined: later plans that name their slots run them as padding
+        until the slots are admitted anew.
+        """
+        self._broken.difference_update(plan.admitted_slots.tolist(), (move.slot for move in plan.restores))
+        try:
+            return self._launch(self._without_broken(plan))
+        except BaseException:
+            self._broken.update(plan.slots.tolist())
+            raise
+
+    def _launch(self, plan: StepPlan) -> DeviceStep:
+        self._move(plan)
+        self.sampler.admit(plan)
         records = self.records
         tensors = pack_plan(plan, self.model.device)
-        inputs = self._expand(records, tensors, plan.row_bucket, self.traits.ring_length, self.traits.ngram_size)
-        result = self.model.forward(inputs, self.storage)
-        sampled = inputs.last_rows >= 0
-        slots = inputs.seq_slots.clamp(min=0)
-        if plan.samples.any():
-            tokens, status = self._sample(
-                result.logits,
-                records.temperature[slots],
-                records.top_k[slots],
-                records.top_p[slots],
-                records.seed[slots],
-                inputs.seq_positions + 1,
-                records.completion[slots],
-            )
-            tokens, status = torch.where(sampled, tokens, -1), torch.where(sampled, status, 0)
-        else:
-            tokens = torch.full_like(inputs.last_rows, -1)
-            status = torch.zeros_like(tokens, dtype=torch.int32)
+        sampled_rows = int(plan.sample_counts.sum())
+        traits = self.traits
+        inputs = self._expand(
+            records, tensors, plan.row_bucket, sampled_rows, traits.ring_length, traits.ngram_size
+        )
+        logits, prompt_logprobs = self._forward(plan, inputs)
+        drawn = self._sample_rows(plan, inputs, logits)
+        tokens, status = drawn.tokens, drawn.status
+        fed = inputs.token_ids[inputs.sample_rows.clamp(min=0)]
+        accepted, last = self._verify(
+            fed, tokens, status, inputs.sample_sequences, inputs.sample_starts, inputs.sample_counts
+        )
+        self.sampler.count(plan, inputs, tokens, accepted)
+        rejected = inputs.sample_counts - accepted
         drafts = confidences = None
-        if self.drafting:
-            draft = self.model.draft(tokens, inputs.seq_positions, inputs.seq_slots, self.storage)
-            drafts, confidences = draft.ids, draft.confidences
-        self._commit(records, inputs, tokens, None, drafts, confidences)
-        return PendingStep(tokens, status)
+        if self.num_drafts:
+            draft = self._draft(last, inputs.seq_positions - rejected, inputs.seq_slots)
+            drafts, confidences = draft.ids[:, : self.num_drafts], draft.confidences[:, : self.num_drafts]
+        self._commit(records, inputs, last, rejected, drafts, confidences)
+        return DeviceStep(tokens, status, inputs.sample_starts, accepted, drawn.logprobs, prompt_logprobs)
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, tuple[LogprobRows, ...]]:
+        """Logits of the sampled rows, and the log-probabilities of prompt tokens where they are asked for."""
+        prompt_rows = self.sampler.prompt_rows(plan)
+        if not prompt_rows.size:
+            return self.model.forward(inputs, self.storage).logits, ()
+        sampled = inputs.sample_rows.shape[0]
+        more = torch.from_numpy(prompt_rows).to(self.model.device, non_blocking=True)
+        wider = replace(inputs, sample_rows=torch.cat([inputs.sample_rows, more]))
+        logits = self.model.forward(wider, self.storage).logits
+        return logits[:sampled], self.sampler.prompt_logprobs(plan, logits[sampled:])
+
+    def _sample_rows(self, plan: StepPlan, inputs: StepInputs, logits: Tensor) -> Drawn:
+        """Draw after each sampled row: tokens [R] and status [R], -1 and 0 for padding."""
+        rows = inputs.sample_rows
+        if rows.shape[0] == 0:
+            return Drawn(torch.full_like(rows, -1), torch.zeros_like(rows, dtype=torch.int32))
+        return self.sampler.draw(plan, inputs, logits, self.records)
+
+    def _draft(self, anchors: Tensor, positions: Tensor, slots: Tensor) -> DraftResult:
+        if self.drafter is not None:
+            return self.drafter(anchors, positions, slots, self.records)
+        return self.model.draft(anchors, positions, slots, self.storage)
+
+    def _move(self, plan: StepPlan) -> None:
+        """Copy preempted requests out and resumed ones in, before anything of the step can touch their places."""
+        copies = self.host_copies
+        for move in plan.saves:
+            copies.save(move)
+            self.sampler.save(move.key, move.slot)
+            self.released(move.slot, move.unowned)
+        for move in plan.restores:
+            copies.restore(move)
+            self.sampler.restore(move.key, move.slot)
+        for key in plan.dropped:
+            copies.drop(key)
+            self.sampler.drop(key)
+        self.moved_step = plan.step
+
+    def _without_broken(self, plan: StepPlan) -> StepPlan:
+        """The plan with the sequences of failed steps as padding."""
+        if not self._broken:
+            return plan
+        broken = np.isin(plan.slots, np.fromiter(self._broken, np.int32, len(self._broken)))
+        return replace(plan, slots=np.where(broken, -1, plan.slots)) if broken.any() else plan
 
     def released(self, slot: int, pages: NDArray[np.int32]) -> None:
-        """Hear of a slot and pages that nobody owns any more."""
+        """Hear, in the order of the steps, of a slot and pages that nobody owns any more."""
         if self.poison_released:
             self.storage.slots[slot] = POISON
             self.storage.pages[torch.from_numpy(pages.astype(np.int64))] = POISON

@@ -132,11 +132,18 @@ class StepInputs:
         embed_override_mask: bool [T] or None.
         window_low: int64 [T], lowest visible window position, normally 0.
         commit_rows: int64 [T], ring entry p mod ring_length of the rows that stay in the ring, else -1.
-        last_rows: int64 [S], row to sample or -1.
+        sample_rows: int64 [R], rows to sample: the last one of a prompt, every one of a verification block; -1 is
+            padding. Those of a sequence follow each other.
+        sample_sequences: int64 [R], index of the row's sequence.
+        sample_positions: int64 [R], position of the row.
+        sample_starts: int64 [S], index in `sample_rows` of the sequence's first one (also where it has none).
+        sample_counts: int64 [S], rows to sample of the sequence; 0 for none.
         seq_slots: int64 [S].
         seq_positions: int64 [S], position of the sequence's last row.
         last_positions: int64 [T], the same for each row: which rows a bounded state ring keeps.
         page_table: int32 [slots, max_pages], the records' tensor.
+        keep_from: int64 [T], first position that goes through the consumer half of a replayed prompt; None: all do.
+        kept_bucket: padded number of rows that go through the consumer half; only with `keep_from`.
     """
 
     token_ids: Tensor
@@ -151,11 +158,17 @@ class StepInputs:
     embed_override_mask: Tensor | None
     window_low: Tensor
     commit_rows: Tensor
-    last_rows: Tensor
+    sample_rows: Tensor
+    sample_sequences: Tensor
+    sample_positions: Tensor
+    sample_starts: Tensor
+    sample_counts: Tensor
     seq_slots: Tensor
     seq_positions: Tensor
     last_positions: Tensor
     page_table: Tensor
+    keep_from: Tensor | None = None
+    kept_bucket: int = 0
 
 
 def _put(target: Tensor, index: Tensor, values: Tensor | float) -> None:
@@ -180,13 +193,16 @@ def _plan_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
         records = _random_records(slots, pages, drafts, history, generator)
         plan = _random_plan(records, kinds, admitted, pad_sequences, generator)
         rows = int(plan.row_counts.sum()) + padding
-        return Sample(label, {"records": records, "plan": plan, "row_bucket": rows, **arguments})
+        sampled = int(_planned_samples(plan).sum()) + padding
+        buckets = {"row_bucket": rows, "sample_bucket": sampled}
+        return Sample(label, {"records": records, "plan": plan, **buckets, **arguments})
 
     yield sample("empty", "")
     yield sample("only padding", "", padding=3, pad_sequences=2)
     yield sample("one decode row", "d")
     yield sample("one prompt, admitted", "p", admitted=1)
     yield sample("verification rows", "vv", padding=1)
+    yield sample("a sequence without a next token", "uv", padding=2)
     yield sample("mixed", "dvp", padding=5, admitted=1, pad_sequences=1)
     if size != "tiny":
         yield sample("many mixed", "ddddvvppp", padding=2, admitted=2)
@@ -210,7 +226,7 @@ def _random_records(slots: int, pages: int, drafts: int, history: int, generator
 def _random_plan(
     records: SlotRecords, kinds: str, admitted: int, pad_sequences: int, generator: torch.Generator
 ) -> PlanTensors:
-    """A plan of decode (d), verify (v) and prefill (p) sequences; the last `admitted` ones are new."""
+    """A plan of decode (d), verify (v, u: nothing to verify) and prefill (p) sequences; the last `admitted` are new."""
 
     def ids(high: int, *shape: int, low: int = 0) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
@@ -218,10 +234,11 @@ def _random_plan(
     count = len(kinds)
     num_slots, num_drafts = records.drafts.shape
     slots = 1 + torch.randperm(num_slots - 1, generator=generator)[:count]
-    longest = {"d": (1, 2), "v": (2, num_drafts + 2), "p": (1, 13)}
+    longest = {"d": (1, 2), "v": (2, num_drafts + 2), "u": (2, 3), "p": (1, 13)}
     counts = torch.tensor([int(ids(longest[kind][1], 1, low=longest[kind][0])) for kind in kinds], dtype=torch.int64)
     prefill = torch.tensor([kind == "p" for kind in kinds], dtype=torch.bool)
     samples = ~prefill | (ids(2, count) == 1)
+    records.next_token[slots[[kind == "u" for kind in kinds]]] = -1
     new = slots[count - admitted :] if admitted else slots[:0]
     released = 1 + ids(num_slots - 1, min(1, count))
     released = released[~torch.isin(released, slots)]
@@ -250,17 +267,19 @@ def _random_plan(
 
 @op(samples=_plan_samples, determinism=Determinism.EXACT, mutates=("records",), aliases=("records",))
 def expand_plan(
-    records: SlotRecords, plan: PlanTensors, row_bucket: int, ring_length: int, ngram_size: int
+    records: SlotRecords, plan: PlanTensors, row_bucket: int, sample_bucket: int, ring_length: int, ngram_size: int
 ) -> StepInputs:
     """Apply a plan to the records and expand it to the rows of the step (design 3).
 
     In this order: released records are cleared, admitted records reset, granted pages entered, rows built. A prefill
     row takes its token from `host_tokens`; row 0 of another sequence is the record's next token, row j its draft j - 1.
+    Rows for which the record has no token or draft become padding: nothing unknown is ever forwarded or sampled.
 
     Args:
         records: written in place (length, tokens and sampling parameters of admitted slots, page table).
         plan: the plan; its rows must fit `row_bucket`.
         row_bucket: T.
+        sample_bucket: R, at least the sampled rows of the plan.
         ring_length: entries of a slot's window ring.
         ngram_size: G, the longest Engram n-gram; G - 1 <= H.
 
@@ -271,13 +290,14 @@ def expand_plan(
     device = plan.slots.device
     rows = torch.arange(row_bucket, device=device)
     if plan.slots.shape[0] == 0:
-        return _no_rows(records, row_bucket, ngram_size, device)
+        return _no_rows(records, row_bucket, sample_bucket, ngram_size, device)
     ends = torch.cumsum(plan.row_counts, 0)
     starts = ends - plan.row_counts
+    counts = _live_rows(records, plan)
     sequence = torch.searchsorted(ends, rows, right=True).clamp(max=plan.slots.shape[0] - 1)
-    valid = (rows < ends[-1]) & (plan.slots[sequence] >= 0)
     offset = rows - starts[sequence]
-    count = plan.row_counts[sequence]
+    count = counts[sequence]
+    valid = (rows < ends[-1]) & (offset < count)
     slot = plan.slots[sequence].clamp(min=0)
     first = records.length[slot]
     position = first + offset
@@ -291,7 +311,7 @@ def expand_plan(
     own = tokens[(rows[:, None] - distance).clamp(min=0)]
     ring = records.history[slot[:, None], before.clamp(min=0) % records.history.shape[1]]
     history = torch.where(before >= first[:, None], own, ring)
-    seq_valid = (plan.slots >= 0) & (plan.row_counts > 0)
+    seq_first = records.length[plan.slots.clamp(min=0)]
     return StepInputs(
         token_ids=tokens,
         positions=only(position),
@@ -305,12 +325,46 @@ def expand_plan(
         embed_override_mask=None,
         window_low=torch.where(valid, 0, -1),
         commit_rows=only(position % ring_length, valid & (offset >= count - ring_length)),
-        last_rows=torch.where(seq_valid & plan.samples, ends - 1, -1),
-        seq_slots=torch.where(seq_valid, plan.slots, -1),
-        seq_positions=torch.where(seq_valid, records.length[plan.slots.clamp(min=0)] + plan.row_counts - 1, -1),
+        **_sampled_rows(plan, sample_bucket, starts, counts, seq_first),
+        seq_slots=torch.where(counts > 0, plan.slots, -1),
+        seq_positions=torch.where(counts > 0, seq_first + counts - 1, -1),
         last_positions=only(first + count - 1),
         page_table=records.page_table,
     )
+
+
+def _planned_samples(plan: PlanTensors) -> Tensor:
+    """Rows [S] that a plan wants sampled of each sequence."""
+    return torch.where(plan.samples, torch.where(plan.is_prefill, 1, plan.row_counts), 0)
+
+
+def _live_rows(records: SlotRecords, plan: PlanTensors) -> Tensor:
+    """Rows [S] of each sequence that hold a token: all of a prompt's, else the next token and the drafts there are."""
+    slots = plan.slots.clamp(min=0)
+    known = torch.where(records.next_token[slots] >= 0, 1 + records.draft_count[slots], 0)
+    live = torch.where(plan.is_prefill, plan.row_counts, torch.minimum(plan.row_counts, known))
+    return torch.where(plan.slots >= 0, live, 0)
+
+
+def _sampled_rows(
+    plan: PlanTensors, sample_bucket: int, starts: Tensor, counts: Tensor, seq_first: Tensor
+) -> dict[str, Tensor]:
+    """The sampled rows of a step: those that the plan wants and that hold a token."""
+    planned = _planned_samples(plan)
+    ends = torch.cumsum(planned, 0)
+    index = torch.arange(sample_bucket, device=planned.device)
+    sequence = torch.searchsorted(ends, index, right=True).clamp(max=planned.shape[0] - 1)
+    live = torch.where(planned > 0, torch.where(plan.is_prefill, counts.clamp(max=1), counts), 0)
+    offset = index - (ends - planned)[sequence]
+    valid = (index < ends[-1]) & (offset < live[sequence])
+    skipped = torch.where(plan.is_prefill, counts - 1, 0)[sequence]
+    return {
+        "sample_rows": torch.where(valid, starts[sequence] + skipped + offset, -1),
+        "sample_sequences": torch.where(valid, sequence, -1),
+        "sample_positions": torch.where(valid, seq_first[sequence] + skipped + offset, -1),
+        "sample_starts": ends - planned,
+        "sample_counts": live,
+    }
 
 
 def _apply_plan(records: SlotRecords, plan: PlanTensors) -> None:
@@ -347,8 +401,11 @@ def _row_tokens(records: SlotRecords, plan: PlanTensors, sequence: Tensor, offse
     return torch.where(plan.is_prefill[sequence], plan.host_tokens[host_index], draft)
 
 
-def _no_rows(records: SlotRecords, row_bucket: int, ngram_size: int, device: torch.device) -> StepInputs:
+def _no_rows(
+    records: SlotRecords, row_bucket: int, sample_bucket: int, ngram_size: int, device: torch.device
+) -> StepInputs:
     nothing = torch.full((row_bucket,), -1, dtype=torch.int64, device=device)
+    unsampled = torch.full((sample_bucket,), -1, dtype=torch.int64, device=device)
     none = nothing[:0]
     return StepInputs(
         token_ids=nothing,
@@ -363,7 +420,11 @@ def _no_rows(records: SlotRecords, row_bucket: int, ngram_size: int, device: tor
         embed_override_mask=None,
         window_low=nothing,
         commit_rows=nothing,
-        last_rows=none,
+        sample_rows=unsampled,
+        sample_sequences=unsampled,
+        sample_positions=unsampled,
+        sample_starts=none,
+        sample_counts=none,
         seq_slots=none,
         seq_positions=none,
         last_positions=nothing,
@@ -381,12 +442,12 @@ def _commit_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
         def ids(high: int, *shape: int) -> Tensor:
             return torch.randint(0, high, shape, generator=generator)
 
-        spare = inputs.seq_positions - records.length[inputs.seq_slots.clamp(min=0)]
+        spare = (inputs.sample_counts - 1).clamp(min=0)
         kwargs = {"records": records, "inputs": inputs, "tokens": ids(500, sequences)}
         yield Sample(sample.label, {**kwargs, "rejected": None, "drafts": None, "confidences": None})
         if sequences:
             drafted = {
-                "rejected": torch.minimum(ids(3, sequences), spare.clamp(min=0)),
+                "rejected": torch.minimum(ids(3, sequences), spare),
                 "drafts": ids(500, sequences, num_drafts),
                 "confidences": torch.rand(sequences, num_drafts, generator=generator),
             }
@@ -410,12 +471,12 @@ def commit_step(
     Args:
         records: written in place.
         inputs: of the step.
-        tokens: int64 [S], sampled tokens; ignored where the step samples nothing.
+        tokens: int64 [S], token after the last accepted row; ignored where the step samples nothing.
         rejected: int64 [S], last rows of each sequence that were not accepted; None: none.
         drafts: int64 [S, n], n <= N, proposals after `tokens`, -1 from the first missing one on; None: none.
         confidences: float32 [S, n], of the drafts.
     """
-    slots, sampled = inputs.seq_slots, inputs.last_rows >= 0
+    slots, sampled = inputs.seq_slots, inputs.sample_counts > 0
     length = inputs.seq_positions + 1
     _put(records.length, slots, length if rejected is None else length - rejected)
     _put(records.next_token, slots, torch.where(sampled, tokens, -1))

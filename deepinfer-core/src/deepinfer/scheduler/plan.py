@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SamplingRows", "StepPlan"]
+__all__ = ["Move", "SamplingRows", "StepPlan"]
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -27,6 +27,7 @@ class SamplingRows:
         top_p: float32 [A]; 1 means all.
         seed: int64 [A]; the bits of the unsigned 64-bit seed.
         completion: int32 [A]; index of the completion among those of one prompt.
+        views: `deepinfer.sampling.slots.SlotSampling` of each, None where the fields above are all; empty: all None.
     """
 
     temperature: NDArray[np.float32] = field(default_factory=lambda: _empty(np.float32))
@@ -34,13 +35,31 @@ class SamplingRows:
     top_p: NDArray[np.float32] = field(default_factory=lambda: _empty(np.float32))
     seed: NDArray[np.int64] = field(default_factory=lambda: _empty(np.int64))
     completion: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
+    views: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Move:
+    """State of one request on its way between device and host.
+
+    Attributes:
+        key: names the host copy.
+        slot: state slot and record.
+        pages: int32 [P], its pages in the order of positions.
+        unowned: those of them that nobody else owns once a save is done.
+    """
+
+    key: int
+    slot: int
+    pages: NDArray[np.int32]
+    unowned: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """One step over S sequences: rows, new pages, admitted and released slots; O(rows + new pages) in size.
 
-    The device applies a plan in this order: released slots, admitted slots, page grants, rows.
+    The device applies a plan in this order: saves, restores, released slots, admitted slots, page grants, rows.
 
     Attributes:
         step: number of the step, counted from 0.
@@ -49,7 +68,8 @@ class StepPlan:
         is_prefill: bool [S]. Prefill rows bring `host_tokens`; other rows read the slot's record on the device
             (row 0 is its next token, row j its draft j - 1), so that sampled tokens never pass through the host.
         host_tokens: int64 [sum(row_counts[is_prefill])], in the order of the sequences.
-        samples: bool [S], whether the last row is sampled (prefill: only the last chunk of a prompt).
+        samples: bool [S], whether rows are sampled: the last one of a prompt's last chunk, every one of another
+            sequence.
         page_slots, page_indices, page_ids: int32 [P], newly granted pages: page_table[slot, index] = id.
         admitted_slots: int32 [A], records to reset.
         admitted_lengths: int32 [A], tokens that are already in the pages and the slot (0 without a prefix hit).
@@ -57,6 +77,11 @@ class StepPlan:
         admitted_sampling: the sampling parameters of the admitted sequences.
         released_slots: int32 [R], slots whose request is gone.
         row_bucket: padded row count, at least sum(row_counts).
+        saves: preempted requests, to be copied to the host before anything else of this step.
+        restores: resumed requests, to be copied back after the saves; their pages are among the granted ones.
+        slot_copies: int32 [M, 2], (snapshot, slot) of the admitted sequences that found a prefix; after the restores.
+        snapshot_copies: int32 [M, 2], (slot, snapshot) to copy when the rows of the step have run.
+        dropped: keys of host copies that nobody will ask for again.
     """
 
     step: int
@@ -74,6 +99,11 @@ class StepPlan:
     admitted_tokens: NDArray[np.int64] = field(default_factory=lambda: _empty(np.int64, 0, 0))
     admitted_sampling: SamplingRows = field(default_factory=SamplingRows)
     released_slots: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
+    saves: tuple[Move, ...] = ()
+    restores: tuple[Move, ...] = ()
+    dropped: tuple[int, ...] = ()
+    slot_copies: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32, 0, 2))
+    snapshot_copies: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32, 0, 2))
 
     @property
     def num_sequences(self) -> int:
@@ -84,3 +114,8 @@ class StepPlan:
     def num_rows(self) -> int:
         """Rows that hold a token, without padding."""
         return int(self.row_counts.sum())
+
+    @property
+    def sample_counts(self) -> NDArray[np.int32]:
+        """Rows [S] to sample of each sequence, at most: the device leaves out those without a draft."""
+        return np.where(self.samples, np.where(self.is_prefill, 1, self.row_counts), 0).astype(np.int32)

@@ -1,14 +1,17 @@
-"""In which order queued requests are admitted."""
+"""In which order queued and preempted requests get a slot."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterator
 from typing import Protocol
 
+from deepinfer.errors import ConfigError
 from deepinfer.scheduler.request import Request
 
-__all__ = ["FirstComeFirstServed", "Policy"]
+__all__ = ["Policy", "PriorityOrder"]
+
+MAX_OVERTAKES = 64
 
 
 class Policy(Protocol):
@@ -18,7 +21,7 @@ class Policy(Protocol):
     """
 
     def push(self, request: Request) -> None:
-        """Add a request."""
+        """Add a request: new, or preempted."""
 
     def peek(self) -> Request | None:
         """The next request to admit, or None."""
@@ -33,26 +36,59 @@ class Policy(Protocol):
         """The waiting requests in order of admission."""
 
 
-class FirstComeFirstServed:
-    """Strict order of arrival: a request waits only for those before it."""
+class PriorityOrder:
+    """Lower priority values first, in order of arrival among equals; a preempted request keeps its place.
 
-    def __init__(self) -> None:
-        self._queue: OrderedDict[str, Request] = OrderedDict()
+    Waiting is bounded: once `max_overtakes` younger requests went before the oldest waiting one, it is next whatever
+    its priority, and is the last to be preempted. So a request with k older ones in the queue waits for at most
+    (k + 1) * (max_overtakes + 1) admissions.
+
+    Args:
+        max_overtakes: 0 is plain first come, first served.
+    """
+
+    def __init__(self, max_overtakes: int = MAX_OVERTAKES) -> None:
+        if max_overtakes < 0:
+            raise ConfigError(f"{max_overtakes} is negative", field="max_overtakes")
+        self.max_overtakes = max_overtakes
+        self._waiting: dict[int, Request] = {}
+        # Heaps with entries that may have left; `_top` drops them.
+        self._by_key: list[tuple[tuple[bool, int, int], int]] = []
+        self._by_arrival: list[int] = []
+        self._overtaken = 0
 
     def push(self, request: Request) -> None:
-        """Add a request at the end."""
-        self._queue[request.request_id] = request
+        """Add a request at its place."""
+        self._waiting[request.arrival] = request
+        heapq.heappush(self._by_key, (request.order_key, request.arrival))
+        heapq.heappush(self._by_arrival, request.arrival)
 
     def peek(self) -> Request | None:
-        """The oldest request, or None."""
-        return next(iter(self._queue.values()), None)
+        """The most urgent request, or the oldest if it was overtaken too often."""
+        if not self._waiting:
+            return None
+        oldest = self._oldest()
+        if self._overtaken >= self.max_overtakes and not oldest.boosted:
+            oldest.boosted = True
+            heapq.heappush(self._by_key, (oldest.order_key, oldest.arrival))
+        heap = self._by_key
+        while (request := self._waiting.get(heap[0][1])) is None or request.order_key != heap[0][0]:
+            heapq.heappop(heap)
+        return request
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
-        del self._queue[request.request_id]
+        self._overtaken = 0 if request is self._oldest() else self._overtaken + 1
+        del self._waiting[request.arrival]
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue.values())
+        return iter(sorted(self._waiting.values(), key=lambda request: request.order_key))
+
+    def _oldest(self) -> Request:
+        heap = self._by_arrival
+        while heap[0] not in self._waiting:
+            heapq.heappop(heap)
+        return self._waiting[heap[0]]

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FinishReason", "Request", "RequestState", "SamplingRow"]
+if TYPE_CHECKING:
+    from deepinfer.cache.reuse import PrefixChain
+
+__all__ = ["FinishReason", "Parked", "Request", "RequestState", "SamplingRow"]
 
 
 class RequestState(StrEnum):
-    """Where a request is: queued -> running -> finished; it may be aborted in every state."""
+    """Where a request is: queued -> running <-> preempted -> finished; it may be aborted in every state.
 
+    A request whose prefix may lie in a lower tier of the cache is `loading` before it is queued, for a bounded time.
+    """
+
+    LOADING = "loading"
     QUEUED = "queued"
     RUNNING = "running"
+    PREEMPTED = "preempted"
     FINISHED = "finished"
 
 
@@ -38,6 +48,7 @@ class SamplingRow:
         top_p: 1 means all.
         seed: 0 <= seed < 2**64.
         completion: index of this completion among those of one prompt.
+        view: `deepinfer.sampling.slots.SlotSampling`; None if the fields above are all.
     """
 
     temperature: float = 0.0
@@ -45,6 +56,22 @@ class SamplingRow:
     top_p: float = 1.0
     seed: int = 0
     completion: int = 0
+    view: Any = None
+
+
+@dataclass(slots=True)
+class Parked:
+    """How far a preempted request was planned; corrected like that of a running one.
+
+    Attributes:
+        scheduled: positions that its steps may have written, at most.
+        draws: tokens drawn for it, at least.
+        granted: pages that it had.
+    """
+
+    scheduled: int
+    draws: int
+    granted: int
 
 
 @dataclass(eq=False, slots=True)
@@ -56,9 +83,17 @@ class Request:
         prompt: int64 [L], L >= 1.
         max_tokens: tokens to generate at most, >= 1; prompt and output fit the context.
         sampling: sampling parameters.
-        arrival: order of arrival.
+        priority: the lower, the earlier it is admitted and the later it is preempted.
+        arrival: order of arrival; names its host copy while it is preempted.
         slot: state slot while running, else -1.
-        footprint: pages that the whole request can need, reserved at admission.
+        footprint: pages that the whole request can need.
+        boosted: it was overtaken often enough to go before all others.
+        parked: its progress while it is preempted.
+        num_preemptions: times that it was preempted.
+        reuse_prefix: False if every row of its prompt must run.
+        chain: its way through the prefix cache, from its first admission on; None without one.
+        num_cached_tokens: tokens of its prompt that were found in the cache.
+        num_forwarded: tokens whose rows are accepted, as the host knows.
         finish_reason: set once, when it finishes.
     """
 
@@ -66,11 +101,24 @@ class Request:
     prompt: NDArray[np.int64]
     max_tokens: int
     sampling: SamplingRow = field(default_factory=SamplingRow)
+    priority: int = 0
     arrival: int = -1
     state: RequestState = RequestState.QUEUED
     slot: int = -1
     footprint: int = 0
+    boosted: bool = False
+    parked: Parked | None = None
+    num_preemptions: int = 0
+    reuse_prefix: bool = True
+    chain: PrefixChain | None = None
+    num_cached_tokens: int = 0
+    num_forwarded: int = 0
     finish_reason: FinishReason | None = None
+
+    @property
+    def order_key(self) -> tuple[bool, int, int]:
+        """Smaller keys are admitted first and preempted last."""
+        return (not self.boosted, self.priority, self.arrival)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.cache.pool import PagePool, SlotPool
+from deepinfer.cache.reuse import PrefixCache
 from deepinfer.errors import CapacityError, ConfigError, InvalidRequest
-from deepinfer.scheduler.plan import SamplingRows, StepPlan
-from deepinfer.scheduler.policy import FirstComeFirstServed, Policy
-from deepinfer.scheduler.request import FinishReason, Request, RequestState
+from deepinfer.scheduler.plan import Move, SamplingRows, StepPlan
+from deepinfer.scheduler.policy import Policy, PriorityOrder
+from deepinfer.scheduler.request import FinishReason, Parked, Request, RequestState
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig", "exact_rows"]
 
@@ -33,7 +34,10 @@ class SchedulerConfig:
         max_model_len: prompt and output tokens of one request.
         page_size: tokens of one page.
         max_prefill_chunk: longest chunk of one prompt in a step; None: as long as the budget.
-        lookahead: positions past the last known token that a step may write (drafts and rows in flight).
+        num_drafts: draft rows of a decoding sequence, at most.
+        lookahead: positions past a request's last token that rows in flight may write: `num_drafts` if a step is
+            planned before the previous one is read, else 0.
+        preempt_every: preempt a request in every so many steps although nothing requires it (tests); 0: never.
         history_width: tokens before a resumed position that an admission brings along.
         row_bucket: padded row count for a number of rows.
     """
@@ -43,7 +47,9 @@ class SchedulerConfig:
     max_model_len: int
     page_size: int
     max_prefill_chunk: int | None = None
+    num_drafts: int = 0
     lookahead: int = 0
+    preempt_every: int = 0
     history_width: int = 0
     row_bucket: Callable[[int], int] = exact_rows
 
@@ -75,38 +81,55 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """Admits, chunks and plans; knows lengths and draws in flight, never a token's value.
+    """Admits, chunks, preempts and plans; knows bounds of lengths, never a token's value.
 
-    A step takes one row of every decoding sequence first and fills the rest of its budget with prefill chunks, oldest
-    prompt first. A request is admitted when a slot and its full footprint, ceil((prompt + max_tokens - 1 + lookahead) /
-    page_size) pages, are free; pages are reserved then and granted when a step first writes them, so a running request
-    never runs out of pages and nothing is preempted.
+    A step takes one row of every decoding sequence and its draft rows first, then prefill chunks, most urgent prompt
+    first. Order is that of `Request.order_key`.
 
-    Waiting is bounded: a decoding sequence runs in every step; the oldest unfinished prompt gets at least
-    max_num_batched_tokens - (max_num_seqs - 1) rows of every step (or its chunk limit); a queued request waits only for
-    those that arrived before it.
+    Pages: a request is admitted when a slot and the pages of its whole prompt are free beside a reserve of one page per
+    running sequence; those pages are its own until it is through its prompt. Later pages are granted when a step first
+    reaches them. When they run out, drafts are left away first; pages that are about to come back are waited for; else
+    the least urgent request is preempted: its pages, slot and record go to the host and it queues with its old place,
+    to resume exactly there. A request whose footprint, ceil((prompt + max_tokens - 1 + lookahead) / page_size) pages,
+    exceeds the pool is refused, so the most urgent one always runs.
 
-    `plan` may be called again before the previous step is complete: lengths advance at planning, a sequence is not
-    scheduled beyond max_tokens draws, and a finished request keeps pages and slot until the last step that names them
-    is complete.
+    Waiting is bounded: the most urgent running request has a row in every step, and every decoding sequence has unless
+    pages have run out; the most urgent prompt gets at least half the rows that max_num_batched_tokens leaves beside one
+    row of every other sequence, and no less than one (or its chunk limit); queued requests are bounded by the policy.
+
+    `plan` may be called again before the previous step is complete: lengths advance by all planned rows and draws by
+    one a step; `correct` sets them right when accepted counts are known. A sequence is not scheduled beyond max_tokens
+    draws, and a finished request keeps pages and slot until the last step that names them is complete.
     """
 
     def __init__(
-        self, config: SchedulerConfig, pages: PagePool, slots: SlotPool, *, policy: Policy | None = None
+        self,
+        config: SchedulerConfig,
+        pages: PagePool,
+        slots: SlotPool,
+        *,
+        policy: Policy | None = None,
+        prefix: PrefixCache | None = None,
     ) -> None:
         if slots.capacity < config.max_num_seqs:
             raise ConfigError(f"{config.max_num_seqs} exceeds the {slots.capacity} state slots", field="max_num_seqs")
         self.config = config
         self.pages = pages
         self.slots = slots
-        self.queue: Policy = FirstComeFirstServed() if policy is None else policy
+        self.prefix = prefix
+        self.queue: Policy = PriorityOrder() if policy is None else policy
         self.on_release: Callable[[int, NDArray[np.int32]], None] | None = None
         """Told of every slot and the pages that come back with it."""
         self._by_id: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
         self._draining: list[Request] = []
         self._released: list[int] = []
-        self._reserved = 0
+        self._saves: list[Move] = []
+        self._dropped: list[int] = []
+        self._slot_copies: list[tuple[int, int]] = []
+        self._grants: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
+        self.num_preemptions = 0
+        """Times that a request was preempted."""
         self._arrivals = 0
         self._next_step = 0
         self._completed = -1
@@ -134,9 +157,15 @@ class Scheduler:
         return int(self._active.sum())
 
     @property
-    def num_reserved_pages(self) -> int:
-        """Pages promised to running requests, granted or not."""
-        return self._reserved
+    def num_promised_pages(self) -> int:
+        """Pages not granted yet that running prompts own for their remaining tokens."""
+        need = -(-self._prompt_length // self.config.page_size) - self._granted
+        return int(need[self._active & (self._scheduled < self._prompt_length)].clip(min=0).sum())
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that can be granted to anyone: free ones, and cached ones, which make room when needed."""
+        return self.pages.num_free + self.pages.num_cached - self.num_promised_pages
 
     def has_work(self) -> bool:
         """Whether a request is unfinished or a finished one still waits for its last step."""
@@ -173,8 +202,12 @@ class Scheduler:
             )
         return footprint
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, loading: bool = False) -> None:
         """Queue a request.
+
+        Args:
+            request: new.
+            loading: it waits for its prefix until `ready` is called; others go before it meanwhile.
 
         Raises:
             InvalidRequest: its id is already in flight; or as `check_fit`.
@@ -186,7 +219,16 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self._by_id[request.request_id] = request
-        self.queue.push(request)
+        if loading:
+            request.state = RequestState.LOADING
+        else:
+            self.queue.push(request)
+
+    def ready(self, request: Request) -> None:
+        """Queue a request that has waited for its prefix, at the place of its arrival."""
+        if request.state is RequestState.LOADING:
+            request.state = RequestState.QUEUED
+            self.queue.push(request)
 
     def find(self, request_id: str) -> Request | None:
         """The unfinished request of that id."""
@@ -203,11 +245,16 @@ class Scheduler:
         """End a request; its pages and slot come back once no step in flight names them."""
         if request.is_finished:
             return
-        was_queued = request.state is RequestState.QUEUED
+        state = request.state
         request.state, request.finish_reason = RequestState.FINISHED, reason
         del self._by_id[request.request_id]
-        if was_queued:
-            self.queue.remove(request)
+        if state is not RequestState.RUNNING:
+            if state is not RequestState.LOADING:
+                self.queue.remove(request)
+            self._end_chain(request)
+            if state is RequestState.PREEMPTED:
+                self._dropped.append(request.arrival)
+                request.parked = None
             return
         self._prefilling.pop(request.request_id, None)
         self._active[request.slot] = False
@@ -225,39 +272,65 @@ class Scheduler:
             for request in done:
                 self._release(request)
 
+    def correct(self, step: ScheduledStep, accepted: NDArray[np.int64]) -> None:
+        """Replace the bounds of a planned step by what happened.
+
+        Args:
+            step: as planned.
+            accepted: int64 [S], sampled rows that stand.
+        """
+        plan = step.plan
+        for index in np.flatnonzero(~plan.is_prefill & (plan.row_counts > 1)).tolist():
+            request = step.requests[index]
+            rejected = int(plan.row_counts[index] - accepted[index])
+            extra = max(int(accepted[index]) - 1, 0)
+            if request.parked is not None:
+                request.parked.scheduled -= rejected
+                request.parked.draws += extra
+            elif request.state is RequestState.RUNNING:
+                self._scheduled[request.slot] -= rejected
+                self._draws[request.slot] += extra
+
     def assert_idle(self) -> None:
-        """Verify that nothing is left: no request, no reserved or used page, no slot.
+        """Verify that nothing is left: no request, no used page, no slot.
 
         Raises:
             PoolError: pages or slots leaked.
-            RuntimeError: requests or reservations are left.
+            RuntimeError: requests are left.
         """
-        if self.has_work() or self._reserved or self._active.any():
-            raise RuntimeError(f"not idle: {len(self._by_id)} requests, {self._reserved} pages reserved")
+        if self.has_work() or self._active.any():
+            raise RuntimeError(f"not idle: {len(self._by_id)} requests, {len(self._draining)} wait for their last step")
         self.pages.assert_idle()
         self.slots.assert_idle()
+        if self.prefix is not None:
+            self.prefix.assert_idle()
 
     # ---- planning ------------------------------------------------------------------------------------------------
 
     def plan(self) -> ScheduledStep | None:
         """Plan the next step; None if no sequence can take a row now."""
-        decoding = np.flatnonzero(
-            self._active & (self._scheduled >= self._prompt_length) & (self._draws < self._max_draws)
-        ).astype(np.int32)
-        budget = self.config.max_num_batched_tokens - decoding.size
+        config = self.config
+        if config.preempt_every and self._next_step % config.preempt_every == config.preempt_every - 1:
+            self._preempt_worst()
+        decoding, counts = self._decode_rows()
+        self._grant(decoding, counts)
+        budget = config.max_num_batched_tokens - int(counts.sum())
         chunks = self._take_chunks(budget)
-        admitted = self._admit(budget - sum(chunk for _, chunk in chunks), chunks)
-        if not decoding.size and not chunks:
+        budget -= sum(chunk for _, chunk in chunks)
+        admitted, resumed, restores = self._admit(budget, chunks)
+        if not decoding.size and not chunks and not resumed:
             return None
         prefill_slots = np.fromiter((request.slot for request, _ in chunks), np.int32, len(chunks))
-        slots = np.concatenate([decoding, prefill_slots])
-        counts = np.ones(slots.size, np.int32)
-        counts[decoding.size :] = [chunk for _, chunk in chunks]
+        slots = np.concatenate([decoding, np.array(resumed, np.int32), prefill_slots])
+        first_prefill = slots.size - len(chunks)
+        counts = np.concatenate([counts, np.ones(len(resumed), np.int32), [chunk for _, chunk in chunks]])
+        counts = counts.astype(np.int32)
         starts = self._scheduled[slots]
         tokens = [
             request.prompt[start : start + chunk]
-            for (request, chunk), start in zip(chunks, starts[decoding.size :].tolist(), strict=True)
+            for (request, chunk), start in zip(chunks, starts[first_prefill:].tolist(), strict=True)
         ]
+        self._grant(prefill_slots, counts[first_prefill:])
         self._scheduled[slots] = starts + counts
         samples = self._scheduled[slots] >= self._prompt_length[slots]
         self._draws[slots] += samples
@@ -265,32 +338,106 @@ class Scheduler:
         for request, _ in chunks:
             if self._scheduled[request.slot] >= self._prompt_length[request.slot]:
                 del self._prefilling[request.request_id]
-        page_slots, page_indices, page_ids = self._grant(slots)
+        back = {move.slot for move in restores}
+        snapshots = self._snapshots([request for request, _ in chunks])
+        granted = [np.concatenate(part) for part in zip(*self._grants, strict=True)] or [np.empty(0, np.int32)] * 3
         plan = StepPlan(
             step=self._next_step,
             slots=slots,
             row_counts=counts,
-            is_prefill=np.arange(slots.size) >= decoding.size,
+            is_prefill=np.arange(slots.size) >= first_prefill,
             host_tokens=np.concatenate(tokens) if tokens else np.empty(0, np.int64),
             samples=samples,
-            row_bucket=self.config.row_bucket(int(counts.sum())),
-            page_slots=page_slots,
-            page_indices=page_indices,
-            page_ids=page_ids,
+            row_bucket=config.row_bucket(int(counts.sum())),
+            page_slots=granted[0],
+            page_indices=granted[1],
+            page_ids=granted[2],
             admitted_slots=np.array([request.slot for request in admitted], np.int32),
-            admitted_lengths=np.zeros(len(admitted), np.int32),
-            admitted_tokens=np.full((len(admitted), self.config.history_width), -1, np.int64),
+            admitted_lengths=np.array([request.num_cached_tokens for request in admitted], np.int32),
+            admitted_tokens=_tokens_before(admitted, config.history_width),
             admitted_sampling=_sampling_rows(admitted),
-            released_slots=np.array(self._released, np.int32),
+            released_slots=np.array([slot for slot in self._released if slot not in back], np.int32),
+            saves=tuple(self._saves),
+            restores=tuple(restores),
+            dropped=tuple(self._dropped),
+            slot_copies=np.array(self._slot_copies, np.int32).reshape(-1, 2),
+            snapshot_copies=np.array(snapshots, np.int32).reshape(-1, 2),
         )
-        self._released = []
+        self._released, self._saves, self._dropped, self._grants, self._slot_copies = [], [], [], [], []
         self._next_step += 1
         return ScheduledStep(plan, tuple(self._owner[slots].tolist()))
 
+    def _decode_rows(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Decoding sequences and their rows, as far as pages last; preempts where they do not."""
+        decoding = self._decoding()
+        counts = self._with_drafts(decoding)
+        available = self.num_available_pages
+        if self._missing(decoding, counts).sum() <= available:
+            return decoding, counts
+        counts = np.ones(decoding.size, np.int32)
+        while (missing := self._missing(decoding, counts)).sum() > available:
+            if self._pages_return() or not self._preempt_worst():
+                # The least urgent ones that need a page sit this step out.
+                order = sorted(range(decoding.size), key=lambda index: self._owner[decoding[index]].order_key)
+                fits = np.cumsum(missing[order]) <= available
+                kept = np.sort(np.array(order, np.int64)[fits | (missing[order] == 0)])
+                return decoding[kept], counts[kept]
+            decoding = self._decoding()
+            counts = np.ones(decoding.size, np.int32)
+            available = self.num_available_pages
+        return decoding, counts
+
+    def _decoding(self) -> NDArray[np.int32]:
+        """Slots of the sequences that are through their prompt and may draw again."""
+        ready = self._active & (self._scheduled >= self._prompt_length) & (self._draws < self._max_draws)
+        return np.flatnonzero(ready).astype(np.int32)
+
+    def _with_drafts(self, decoding: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Rows of each decoding sequence: one, and drafts as far as tokens are wanted and rows are left."""
+        if not self.config.num_drafts or not decoding.size:
+            return np.ones(decoding.size, np.int32)
+        spare = self.config.max_num_batched_tokens - decoding.size
+        if self._prefilling or len(self.queue):
+            spare //= 2
+        most = min(self.config.num_drafts, spare // decoding.size)
+        return np.minimum(1 + most, self._max_draws[decoding] - self._draws[decoding])
+
+    def _missing(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Pages that each sequence lacks for its next rows."""
+        needed = -(-(self._scheduled[slots] + counts) // self.config.page_size)
+        return np.maximum(needed - self._granted[slots], 0)
+
+    def _pages_return(self) -> bool:
+        """Whether a step in flight ends a request, so that pages come back without preemption."""
+        ending = self._active & (self._draws >= self._max_draws) & (self._last_step > self._completed)
+        return bool(self._draining) or bool(ending.any())
+
+    def _preempt_worst(self) -> bool:
+        """Preempt the least urgent request that has still something to do; False if there is none."""
+        candidates = np.flatnonzero(self._active & (self._draws < self._max_draws))
+        if not candidates.size:
+            return False
+        self._preempt(max(self._owner[candidates].tolist(), key=lambda request: request.order_key))
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take pages and slot of a request; the next plan copies them to the host before anyone can write them."""
+        slot = request.slot
+        granted = int(self._granted[slot])
+        request.parked = Parked(int(self._scheduled[slot]), int(self._draws[slot]), granted)
+        pages = self._page_table[slot, :granted].copy()
+        self._saves.append(Move(request.arrival, slot, pages, self._vacate(request)))
+        self._prefilling.pop(request.request_id, None)
+        self._active[slot] = False
+        request.state = RequestState.PREEMPTED
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.queue.push(request)
+
     def _take_chunks(self, budget: int) -> list[tuple[Request, int]]:
-        """Chunks of the prompts in progress, oldest first."""
+        """Chunks of the prompts in progress, most urgent first; their pages are promised."""
         chunks: list[tuple[Request, int]] = []
-        for request in self._prefilling.values():
+        for request in sorted(self._prefilling.values(), key=lambda item: item.order_key):
             if budget == 0:
                 break
             chunk = self._chunk(request, budget)
@@ -298,26 +445,48 @@ class Scheduler:
             budget -= chunk
         return chunks
 
-    def _admit(self, budget: int, chunks: list[tuple[Request, int]]) -> list[Request]:
-        """Admit from the head of the queue while slot, pages and budget last; append their first chunks."""
+    def _admit(
+        self, budget: int, chunks: list[tuple[Request, int]]
+    ) -> tuple[list[Request], list[int], list[Move]]:
+        """Admit and resume from the head of the queue while slot, pages and budget last; append prompts' chunks.
+
+        Returns:
+            New requests; slots of resumed sequences that decode; what is to be copied back.
+        """
         admitted: list[Request] = []
+        resumed: list[int] = []
+        restores: list[Move] = []
         while budget > 0 and self.num_running < self.config.max_num_seqs and self.slots.num_free:
             request = self.queue.peek()
-            if request is None or self._reserved + request.footprint > self.pages.capacity:
+            if request is None or self._entry_pages(request) + self.num_running > self.num_available_pages:
                 break
             self.queue.remove(request)
-            self._enter(request)
-            admitted.append(request)
-            chunk = self._chunk(request, budget)
-            chunks.append((request, chunk))
-            budget -= chunk
-        return admitted
+            if request.parked is None:
+                admitted.append(request)
+                self._enter(request)
+                self._find_prefix(request)
+            else:
+                restores.append(self._resume(request))
+            if self._scheduled[request.slot] < self._prompt_length[request.slot]:
+                self._prefilling[request.request_id] = request
+                chunk = self._chunk(request, budget)
+                chunks.append((request, chunk))
+                budget -= chunk
+            else:
+                resumed.append(request.slot)
+                self._grant(np.array([request.slot], np.int32), np.ones(1, np.int32))
+                budget -= 1
+        return admitted, resumed, restores
+
+    def _entry_pages(self, request: Request) -> int:
+        """Pages that must be free for a request to start or resume."""
+        parked = request.parked or Parked(0, 0, 0)
+        positions = max(request.num_prompt_tokens, parked.scheduled + 1)
+        return max(parked.granted, -(-positions // self.config.page_size))
 
     def _enter(self, request: Request) -> None:
         slot = request.slot = self.slots.allocate()
         request.state = RequestState.RUNNING
-        self._reserved += request.footprint
-        self._prefilling[request.request_id] = request
         self._owner[slot] = request
         self._active[slot] = True
         self._prompt_length[slot] = request.num_prompt_tokens
@@ -325,37 +494,127 @@ class Scheduler:
         self._scheduled[slot] = self._draws[slot] = self._granted[slot] = 0
         self._last_step[slot] = -1
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        left = int(self._prompt_length[request.slot] - self._scheduled[request.slot])
-        limit = self.config.max_prefill_chunk
-        return min(left, budget) if limit is None else min(left, budget, limit)
+    def _resume(self, request: Request) -> Move:
+        """Give a preempted request a slot and as many pages as it had."""
+        parked = request.parked
+        if parked is None:
+            raise RuntimeError(f"request {request.request_id!r} is not preempted")
+        self._enter(request)
+        request.parked = None
+        slot = request.slot
+        pages = self._extend(np.array([slot], np.int32), np.array([parked.granted], np.int32))
+        self._scheduled[slot], self._draws[slot] = parked.scheduled, parked.draws
+        return Move(request.arrival, slot, pages)
 
-    def _grant(self, slots: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Give each sequence the pages that its scheduled positions newly reach."""
-        reach = self._scheduled[slots] + self.config.lookahead
-        needed = -(-reach // self.config.page_size)
-        missing = np.maximum(needed - self._granted[slots], 0)
-        ids = self.pages.allocate(int(missing.sum()))
+    def _chunk(self, request: Request, budget: int) -> int:
+        start = int(self._scheduled[request.slot])
+        left = int(self._prompt_length[request.slot]) - start
+        limit = self.config.max_prefill_chunk
+        rows = min(left, budget) if limit is None else min(left, budget, limit)
+        if self.prefix is None or request.chain is None:
+            return rows
+        return self.prefix.cut(request.chain, start, rows)
+
+    # ---- reuse of prefixes ---------------------------------------------------------------------------------------
+
+    def publish(self, request: Request, rows: int, output: Sequence[int]) -> None:
+        """Note rows of a request that stand, as a good step told; what they complete can be reused from now on.
+
+        Args:
+            request: that ran; it may be preempted by now.
+            rows: prompt rows, or accepted rows.
+            output: its generated tokens, those of this step included.
+        """
+        request.num_forwarded += rows
+        chain, slot = request.chain, request.slot
+        if self.prefix is None or chain is None or slot < 0:
+            return
+        length = min(request.num_forwarded, request.num_prompt_tokens + len(output))
+        if chain.pending or length // self.config.page_size > len(chain.keys):
+            self.prefix.publish(chain, length, output, self._page_table[slot, : self._granted[slot]])
+
+    def withdraw(self, request: Request) -> None:
+        """Make what a request left in the cache unknown: its numbers are not sound."""
+        if self.prefix is not None and request.chain is not None:
+            self.prefix.forget(request.chain)
+
+    def _find_prefix(self, request: Request) -> None:
+        """Let a prompt begin at the deepest place that the cache knows."""
+        if self.prefix is None:
+            return
+        chain = request.chain = self.prefix.begin(request.prompt, reuse=request.reuse_prefix)
+        count, slot = chain.pages.size, request.slot
+        request.num_cached_tokens = request.num_forwarded = count * self.config.page_size
+        if count:
+            self._page_table[slot, :count] = chain.pages
+            self._granted[slot] = count
+            self._scheduled[slot] = request.num_cached_tokens
+            self._grants.append((np.full(count, slot, np.int32), np.arange(count, dtype=np.int32), chain.pages))
+            self._slot_copies.append((chain.restore, slot))
+
+    def _snapshots(self, requests: list[Request]) -> list[tuple[int, int]]:
+        """(slot, snapshot) of the prompts whose chunks end where a snapshot is wanted."""
+        if self.prefix is None:
+            return []
+        copies = []
+        for request in requests:
+            if request.chain is not None:
+                snapshot = self.prefix.save(request.chain, int(self._scheduled[request.slot]))
+                if snapshot >= 0:
+                    copies.append((request.slot, snapshot))
+        return copies
+
+    def _end_chain(self, request: Request) -> None:
+        if self.prefix is not None and request.chain is not None:
+            self.prefix.end(request.chain)
+
+    def _grant(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
+        """Give each sequence the pages that its next rows newly reach."""
+        missing = self._missing(slots, counts)
+        if missing.any():
+            self._extend(slots, missing)
+
+    def _extend(self, slots: NDArray[np.int32], missing: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Grant so many further pages to each sequence and note them for the plan; their ids."""
+        total = int(missing.sum())
+        ids = self.pages.allocate(total) if self.prefix is None else self.prefix.allocate(total)
         owners = np.repeat(slots, missing)
         first = np.repeat(np.cumsum(missing) - missing, missing)
         indices = (np.repeat(self._granted[slots], missing) + np.arange(ids.size) - first).astype(np.int32)
         self._page_table[owners, indices] = ids
         self._granted[slots] += missing
-        return owners, indices, ids
+        self._grants.append((owners, indices, ids))
+        return ids
 
     def _release(self, request: Request) -> None:
         slot = request.slot
+        self._end_chain(request)
+        pages = self._vacate(request)
+        if self.on_release is not None:
+            self.on_release(slot, pages)
+
+    def _vacate(self, request: Request) -> NDArray[np.int32]:
+        """Take a request's slot and pages; the pages that nobody owns any more."""
+        slot = request.slot
         granted = int(self._granted[slot])
-        pages = self._page_table[slot, :granted].copy()
-        self.pages.free(pages)
+        pages = self._page_table[slot, :granted]
+        unowned = self.pages.free(pages) if self.prefix is None else self.prefix.release(pages)
         self._page_table[slot, :granted] = -1
-        self._reserved -= request.footprint
+        self._granted[slot] = 0
         self._owner[slot] = None
         self.slots.free(slot)
         self._released.append(slot)
         request.slot = -1
-        if self.on_release is not None:
-            self.on_release(slot, pages)
+        return unowned
+
+
+def _tokens_before(requests: list[Request], width: int) -> NDArray[np.int64]:
+    """The last tokens before the place where each prompt begins to run: [requests, width], -1 before the start."""
+    tokens = np.full((len(requests), width), -1, np.int64)
+    for row, request in zip(tokens, requests, strict=True):
+        count = min(width, request.num_cached_tokens)
+        row[width - count :] = request.prompt[request.num_cached_tokens - count : request.num_cached_tokens]
+    return tokens
 
 
 def _sampling_rows(requests: list[Request]) -> SamplingRows:
@@ -366,4 +625,5 @@ def _sampling_rows(requests: list[Request]) -> SamplingRows:
         top_p=np.array([row.top_p for row in rows], np.float32),
         seed=np.array([row.seed for row in rows], np.uint64).view(np.int64),
         completion=np.array([row.completion for row in rows], np.int32),
+        views=tuple(row.view for row in rows),
     )
