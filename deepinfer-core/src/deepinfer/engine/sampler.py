@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.engine.outputs import Logprob, TokenLogprobs
 from deepinfer.ops.logits import token_logprobs_bytes
 from deepinfer.ops.metadata import SlotRecords, StepInputs
 from deepinfer.sampling.slots import Feature, SlotSampling, pack_ids
@@ -59,6 +60,14 @@ class LogprobRows:
     ids: Any
     values: Any
     slot: int = -1
+
+    def at(self, index: int, token: int, count: int) -> TokenLogprobs:
+        """Log-probabilities of one row that was read: the most probable ids, and the given one."""
+        found = {
+            int(self.ids[index, place]): Logprob(float(self.values[index, place]), place + 1) for place in range(count)
+        }
+        found.setdefault(token, Logprob(float(self.chosen[index]), int(self.ranks[index])))
+        return found
 
     def read(self) -> LogprobRows:
         """Copy to the host."""
