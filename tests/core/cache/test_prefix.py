@@ -117,7 +117,8 @@ class PrefixMachine(RuleBasedStateMachine):
     def release(self, run: Run) -> None:
         self.runs.remove(run)
         self.reserved -= self.footprint(run)
-        self.cache.end(run.chain, run.row)
+        self.cache.end(run.chain)
+        self.cache.release(run.row)
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=3, max_size=12))
     def promote(self, prompt: list[int]) -> None:
@@ -171,7 +172,8 @@ def drive(cache: PrefixCache, prompt: list[int], chunk: int = 100) -> tuple[int,
         cache.save(chain, length)
         cache.publish(chain, length, [], np.array(row, np.int32))
         ends.append(length)
-    cache.end(chain, row)
+    cache.end(chain)
+    cache.release(row)
     cache.assert_idle()
     return hit, ends
 
@@ -262,13 +264,15 @@ def test_a_copy_that_was_published_twice_never_blocks_the_pool() -> None:
     mine, other = cache.allocate(1), cache.allocate(2)
     cache.publish(first, 2, [], mine)
     cache.publish(second, 4, [], other)
-    cache.end(first, mine)
+    cache.end(first)
+    cache.release(mine)
     assert cache.pages.num_cached == 1
     rest = cache.allocate(2)
     cache.check()
     assert cache.pages.num_used == 4
     cache.publish(second, 4, [], other)
-    cache.end(second, other)
+    cache.end(second)
+    cache.release(other)
     cache.pages.free(rest)
     cache.assert_idle()
 
@@ -280,12 +284,14 @@ def test_what_was_evicted_before_a_running_request_is_published_again() -> None:
     mine, other = cache.allocate(1), cache.allocate(3)
     cache.publish(first, 2, [], mine)
     cache.publish(second, 2, [], other)
-    cache.end(first, mine)
+    cache.end(first)
+    cache.release(mine)
     rest = cache.allocate(2)
     assert cache.index.match(prompt, 3)[0] == []
     cache.publish(second, 6, [], other)
     assert [node.page for node in cache.index.match(prompt, 3)[0]] == other.tolist()
-    cache.end(second, other)
+    cache.end(second)
+    cache.release(other)
     cache.pages.free(rest)
     cache.assert_idle()
 
@@ -301,7 +307,8 @@ def test_bad_rows_are_withdrawn() -> None:
     cache.forget(chain)
     assert len(cache.index) == 0
     assert cache.snapshots.num_kept == 0
-    assert cache.end(chain, row).size == 3
+    cache.end(chain)
+    assert cache.release(row).size == 3
     cache.assert_idle()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepinfer.engine.build import build_engine
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.models.traits import ModelTraits
-from deepinfer.ops import logits, metadata, sampling, verification
+from deepinfer.ops import cache, logits, metadata, sampling, verification
 from deepinfer.ops.metadata import StepInputs
 from deepinfer.settings import Settings
 
@@ -71,6 +71,7 @@ class FakeModel:
             expand_plan=metadata.expand_plan,
             commit_step=metadata.commit_step,
             verify_coupled=verification.verify_coupled,
+            copy_blocks=cache.copy_blocks,
             apply_filters=sampling.apply_filters,
             sample_rows=sampling.sample_rows,
             add_bias=logits.add_bias,

@@ -133,6 +133,10 @@ class PrefixIndex:
         """The published page of a key."""
         return self._nodes.get(key)
 
+    def first_pages(self) -> list[PrefixNode]:
+        """Published pages that begin a chain."""
+        return [node for node in self._nodes.values() if node.parent is None]
+
     def match(
         self, tokens: NDArray[np.int64], limit: int, images: Sequence[ImageSpan] = ()
     ) -> tuple[list[PrefixNode], list[bytes]]:

@@ -102,6 +102,7 @@ class PrefixCache:
         pages: the pool.
         first_snapshot, num_snapshots: slots of the state storage that hold snapshots.
         snapshot_interval: tokens between snapshots inside a long prompt; rounded down to whole pages.
+        tail: tokens of a prompt that must run after a hit: 1, or those that a bounded replay keeps.
     """
 
     def __init__(
@@ -113,8 +114,10 @@ class PrefixCache:
         first_snapshot: int,
         num_snapshots: int,
         snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL,
+        tail: int = 1,
     ) -> None:
         self.page_size = page_size
+        self.tail = tail
         self.pages = pages
         self.index = PrefixIndex(root, page_size, pages, on_remove=self._drop_snapshot)
         self.snapshots: SnapshotPool[PrefixNode] = SnapshotPool(
@@ -138,7 +141,7 @@ class PrefixCache:
             reuse: False for a request that needs every row of its prompt to run.
         """
         chain = PrefixChain(prompt, tuple(images))
-        limit = (prompt.size - 1) // self.page_size
+        limit = self._limit(prompt)
         nodes, keys = self.index.match(prompt, limit, images)
         resumable = max((node.depth for node in nodes if node.snapshot >= 0), default=0)
         depth = resumable if reuse else 0
@@ -205,13 +208,21 @@ class PrefixCache:
             self._told(self.index.remove(node))
         chain.own = []
 
-    def end(self, chain: PrefixChain, pages: ArrayLike) -> NDArray[np.int32]:
-        """Release a request's pages: published ones stay cached. Returns the freed ones."""
+    def end(self, chain: PrefixChain) -> None:
+        """Note that a request has ended: nothing more comes of it."""
         chain.closed = True
         for slot in chain.pending.values():
             self.snapshots.free(slot)
         chain.pending = {}
+
+    def release(self, pages: ArrayLike) -> NDArray[np.int32]:
+        """Drop one owner of each page: published ones stay cached. Returns the freed ones."""
         return self.index.release(pages)
+
+    def clear(self) -> None:
+        """Forget everything; requests that run keep their pages."""
+        for node in self.index.first_pages():
+            self._told(self.index.remove(node))
 
     def allocate(self, count: int) -> NDArray[np.int32]:
         """Hand out pages, evicting cached ones where the free ones do not last.
@@ -228,7 +239,7 @@ class PrefixCache:
 
     def keys_of(self, prompt: NDArray[np.int64], images: Sequence[ImageSpan] = ()) -> list[bytes]:
         """Keys of all pages from which a prompt could resume."""
-        limit = (prompt.size - 1) // self.page_size
+        limit = self._limit(prompt)
         return list(islice(page_keys(self.index.root, prompt, self.page_size, images=images), limit))
 
     def resumable(self, keys: Sequence[bytes]) -> tuple[int, int]:
@@ -304,11 +315,16 @@ class PrefixCache:
 
     # ---- steps of the above --------------------------------------------------------------------------------------
 
+    def _limit(self, prompt: NDArray[np.int64]) -> int:
+        """Pages of a prompt after which it could resume."""
+        return max(prompt.size - self.tail, 0) // self.page_size
+
     def _boundaries(self, depth: int, limit: int, nodes: list[PrefixNode]) -> list[int]:
         """Where to take snapshots: inside a long prompt, where known prefixes end, and before the last token."""
         if not self.snapshots.capacity:
             return []
-        ends = set(range(self.interval, limit * self.page_size, self.interval)) | {limit * self.page_size}
+        last = limit * self.page_size
+        ends = set(range(self.interval, last, self.interval)) | {last}
         if nodes and len(nodes) > depth and len(nodes) < limit:
             nodes[-1].partings += 1
             if nodes[-1].partings >= PARTINGS_FOR_SNAPSHOT:

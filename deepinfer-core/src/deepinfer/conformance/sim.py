@@ -108,8 +108,8 @@ class SimulatedDevice:
     Args:
         runner: what runs the steps; its kernels are called as they are.
         step_time: seconds that a step takes at least.
-        fails: asked for each plan: None, or where the step fails: "before", "middle" (caches are written, records are
-            not) or "after".
+        fails: asked for each plan: None, or where the step fails: "moves" (before anything), "before" (the rows are
+            built), "middle" (caches are written, records are not) or "after".
         bad_slots: slots whose logits of this step become NaN.
         guard: let host synchronisation between launch and sample raise `HostSyncError`.
     """
@@ -143,6 +143,10 @@ class SimulatedDevice:
         """Queue the poisoning of a slot and pages."""
         self.pool.submit(self.runner.released, slot, pages)
 
+    def run(self, action: Callable[[], None]) -> None:
+        """Queue a call."""
+        self.pool.submit(action)
+
     def close(self) -> None:
         """Wait for the queue and end the thread."""
         self.pool.shutdown()
@@ -170,12 +174,8 @@ class SimulatedDevice:
             clock.idle += start - clock.last_end
         try:
             self._fault, self._bad = self.fails(plan), self.bad_slots(plan)
-            if self._fault == "before":
-                raise SimulatedFault(f"step {plan.step} fails before it begins")
             with self._guard:
                 result: DeviceStep = self.runner.launch(plan)
-            if self._fault == "after":
-                raise SimulatedFault(f"step {plan.step} fails after its records are written")
             return result
         finally:
             seconds = self.step_time if isinstance(self.step_time, float | int) else self.step_time(plan)
@@ -192,13 +192,20 @@ class SimulatedDevice:
             for name, value in list(vars(owner).items()):
                 if isinstance(value, FunctionType):  # a kernel that was bound at construction
                     setattr(owner, name, self._guard.excused(value))
+        move, expand, commit = runner._move, runner._expand, runner._commit
+        runner._move = lambda plan: (self._fail("moves"), move(plan))[1]  # type: ignore[method-assign]
+        runner._expand = lambda *args: (self._fail("before"), expand(*args))[1]
+        runner._commit = lambda *args: (commit(*args), self._fail("after"))[0]
         runner.model = _FaultyModel(runner.model, self)  # type: ignore[assignment]
+
+    def _fail(self, place: str) -> None:
+        if self._fault == place:
+            raise SimulatedFault(f"ordered: {place}")
 
     def forward(self, model: Any, inputs: Any, storage: Any) -> Any:
         """The model's pass, with what the test ordered."""
         result = self._guard.excused(model.forward)(inputs, storage)
-        if self._fault == "middle":
-            raise SimulatedFault("a kernel fails in the middle of the step")
+        self._fail("middle")
         if self._bad:
             rows = inputs.sample_rows.clamp(min=0)
             bad = torch.isin(inputs.slots[rows], torch.tensor(sorted(self._bad)))

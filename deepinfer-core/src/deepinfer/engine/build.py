@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepinfer.cache.pool import PagePool, SlotPool
+from deepinfer.cache.prefix import root_key
+from deepinfer.cache.reuse import PrefixCache
+from deepinfer.cache.tiers.exchange import TierExchange
+from deepinfer.checkpoint.digest import checkpoint_digest
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.executor import Executor, InlineExecutor, ThreadExecutor
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.engine.memory_plan import MemoryPlan, MemoryRequest
+from deepinfer.engine.prefix_tiers import PrefixTiers, make_stores
 from deepinfer.engine.runner import Drafter, ModelRunner, history_length
+from deepinfer.engine.sampler import sampler_bytes, sampler_table_bytes
 from deepinfer.errors import ConfigError
 from deepinfer.ops.metadata import SlotRecords
 from deepinfer.ops.sampling import sampling_bytes
@@ -61,14 +67,16 @@ def plan_memory(
     sequences = settings.max_num_seqs
     pages_each = -(-context // traits.page_size)
     rows = settings.token_budget
+    snapshots = _num_snapshots(loaded, settings)
     request = MemoryRequest(
         weights=traits.weight_bytes,
         workspaces=loaded.model.workspace_bytes(StepLimits(rows=rows, sequences=sequences, context=context)),
-        logits=_logits_bytes(sequences, traits.vocab_size),
+        logits=_logits_bytes(sequences, min(rows, SchedulerConfig.max_scored_rows), traits.vocab_size),
+        tables=sampler_table_bytes(sequences + 1, traits.vocab_size),
         records=_records_bytes(sequences + 1, pages_each, traits.ngram_size, traits.max_drafts),
         slot_bytes=traits.slot_bytes,
         page_bytes=traits.page_bytes,
-        num_slots=sequences + 1,
+        num_slots=sequences + 1 + snapshots,
         min_pages=1 if asked is None else pages_each,
         full_pages=sequences * pages_each,
     )
@@ -108,20 +116,75 @@ def build_engine(
     num_drafts = settings.use_nextn_decode if drafter is not None else 0
     config = replace(config, preempt_every=preempt_every, num_drafts=num_drafts, lookahead=num_drafts * (depth - 1))
     _attach_workspace(loaded, config)
+    num_slots = config.max_num_seqs + 1
+    num_snapshots = plan.request.num_slots - num_slots
     runner = ModelRunner(
         loaded.model,
         num_pages=plan.num_pages,
-        num_slots=plan.request.num_slots,
+        num_slots=num_slots,
+        num_snapshots=num_snapshots,
         max_pages=config.max_pages,
         num_drafts=num_drafts,
         drafter=drafter,
         poison_released=poison_released,
-        alloc_pinned=None if loaded.runtime is None else loaded.runtime.alloc_pinned,
+        runtime=loaded.runtime,
     )
     if executor is None:
         executor = ThreadExecutor if depth > 1 else InlineExecutor
-    scheduler = Scheduler(config, PagePool(plan.num_pages), SlotPool(plan.request.num_slots))
-    return BuiltEngine(EngineCore(runner, scheduler, executor(runner), depth=depth), plan, config.max_model_len)
+    pages = PagePool(plan.num_pages)
+    prefix, exchange = _prefix_cache(loaded, settings, pages, num_slots, num_snapshots)
+    scheduler = Scheduler(config, pages, SlotPool(num_slots), prefix=prefix)
+    running = executor(runner)
+    tiers = None
+    if prefix is not None and exchange is not None:
+        tiers = PrefixTiers(prefix, exchange, runner.blocks, running.run)
+    core = EngineCore(runner, scheduler, running, depth=depth, tiers=tiers)
+    return BuiltEngine(core, plan, config.max_model_len)
+
+
+def _num_snapshots(loaded: LoadedModel, settings: Settings) -> int:
+    """State copies of the prefix cache: as set, or two for each sequence within a tenth of the cache memory."""
+    if not settings.enable_prefix_caching:
+        return 0
+    if settings.prefix_snapshots is not None:
+        return settings.prefix_snapshots
+    traits, wanted = loaded.model.traits, 2 * settings.max_num_seqs
+    room = settings.cache_memory
+    if room is None and loaded.budget is not None:
+        room = loaded.budget - traits.weight_bytes
+    return wanted if room is None else max(min(wanted, room // 10 // max(traits.slot_bytes, 1)), 0)
+
+
+def _prefix_cache(
+    loaded: LoadedModel, settings: Settings, pages: PagePool, first_snapshot: int, num_snapshots: int
+) -> tuple[PrefixCache | None, TierExchange | None]:
+    """The prefix cache of a device and the stores below it."""
+    if not num_snapshots:
+        return None, None
+    traits = loaded.model.traits
+    stores = make_stores(settings)
+    # Only what outlives the process must know which weights it came from.
+    weights = checkpoint_digest(loaded.path) if stores and loaded.path is not None else b""
+    layout = f"{traits.layout_id}:{traits.page_bytes}:{traits.slot_bytes}:{traits.max_drafts}"
+    prefix = PrefixCache(
+        root_key(weights, loaded.numerics_id, traits.page_size, layout),
+        traits.page_size,
+        pages,
+        first_snapshot=first_snapshot,
+        num_snapshots=num_snapshots,
+        snapshot_interval=settings.prefix_snapshot_interval,
+    )
+    if not stores:
+        return prefix, None
+    exchange = TierExchange(
+        stores,
+        layout_id=layout,
+        numerics_id=loaded.numerics_id,
+        page_bytes=traits.page_bytes,
+        slot_bytes=traits.slot_bytes,
+        time_limit=settings.prefix_load_seconds,
+    )
+    return prefix, exchange
 
 
 def _attach_workspace(loaded: LoadedModel, config: SchedulerConfig) -> None:
@@ -136,9 +199,10 @@ def _attach_workspace(loaded: LoadedModel, config: SchedulerConfig) -> None:
         loaded.backend.attach_workspace(loaded.runtime.alloc(nbytes))
 
 
-def _logits_bytes(sequences: int, vocab_size: int) -> int:
-    logits = torch.empty(sequences, vocab_size, dtype=torch.float32, device="meta")
-    return logits.nbytes + sampling_bytes(sequences, vocab_size)
+def _logits_bytes(sequences: int, scored_rows: int, vocab_size: int) -> int:
+    """Logits of a step that also scores prompts, and the larger of what works on them in turn."""
+    logits = torch.empty(sequences + scored_rows, vocab_size, dtype=torch.float32, device="meta")
+    return logits.nbytes + max(sampling_bytes(sequences, vocab_size), sampler_bytes(sequences, vocab_size))
 
 
 def _records_bytes(slots: int, max_pages: int, ngram_size: int, max_drafts: int) -> int:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer.engine.block_copies import LostBlocks
 from deepinfer.engine.executor import Executor, InlineExecutor, PendingStep
 from deepinfer.engine.outputs import RequestMetrics, TokenLogprobs
+from deepinfer.engine.prefix_tiers import PrefixTiers
 from deepinfer.engine.runner import ModelRunner, StepResult
 from deepinfer.engine.stops import TextStream
 from deepinfer.errors import DeepInferError, EngineDead, RequestFailed
@@ -103,10 +105,17 @@ class EngineCore:
         executor: runs the steps; None: on the caller's thread.
         depth: steps in flight at most while `step` plans: 2 is the asynchronous loop, 1 the synchronous one. The
             scheduler's `lookahead` must fit it.
+        tiers: lower tiers of the scheduler's prefix cache.
     """
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, executor: Executor | None = None, *, depth: int = 1
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        executor: Executor | None = None,
+        *,
+        depth: int = 1,
+        tiers: PrefixTiers | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -116,9 +125,11 @@ class EngineCore:
         self._dead: BaseException | None = None
         self.executor: Executor = InlineExecutor(runner) if executor is None else executor
         self.depth = depth
+        self.tiers = tiers
         self._in_flight: deque[_InFlight] = deque()
         self._last_read = 0.0
-        scheduler.on_release = self.executor.release if runner.poison_released else None
+        if runner.poison_released:
+            scheduler.on_release = self.executor.release
 
     @property
     def num_unfinished(self) -> int:
@@ -152,8 +163,14 @@ class EngineCore:
         self._check_alive()
         view = SlotSampling.of(params, prompt, self._eos)
         sampling = SamplingRow(params.temperature, params.top_k, params.top_p, seed, completion, view)
-        request = Request(request_id, prompt, max_tokens, sampling, priority)
-        self.scheduler.add(request)
+        scored = params.prompt_logprobs is not None
+        request = Request(
+            request_id, prompt, max_tokens, sampling, priority, reuse_prefix=not scored, scored=scored
+        )
+        request.reuse_prefix = params.prompt_logprobs is None
+        self.scheduler.add(request, loading=self.tiers is not None)
+        if self.tiers is not None and not self.tiers.begin(request):
+            self.scheduler.ready(request)
         stops = frozenset(params.stop_token_ids)
         metrics = RequestMetrics(arrival=time.perf_counter(), num_prompt_tokens=prompt.size)
         generation = Generation(request, params, metrics, stops=stops, text=text)
@@ -181,6 +198,8 @@ class EngineCore:
         """End the executor; the steps in flight are waited for and forgotten."""
         self._in_flight.clear()
         self.executor.close()
+        if self.tiers is not None:
+            self.tiers.close()
 
     def step(self) -> list[Generation]:
         """Launch one step and read the one that is due; return the generations that grew or ended.
@@ -204,6 +223,8 @@ class EngineCore:
     def _step(self) -> list[Generation]:
         changed: list[Generation] = []
         launched = self._launch()
+        if not launched and not self._in_flight and self.tiers is not None and self.tiers.wait():
+            return changed
         if not launched and not self._in_flight and self._generations:
             raise RuntimeError(f"nothing can run although {len(self._generations)} requests are unfinished")
         if self._in_flight and (not launched or len(self._in_flight) >= self.depth):
@@ -215,6 +236,8 @@ class EngineCore:
     def _launch(self) -> bool:
         """Plan a step and hand it to the device; False if no sequence can take a row now."""
         start = time.perf_counter()
+        for request in () if self.tiers is None else self.tiers.poll():
+            self.scheduler.ready(request)
         scheduled = self.scheduler.plan()
         if scheduled is None:
             return False
@@ -248,6 +271,7 @@ class EngineCore:
         if result is None:
             changed = self._fail(scheduled, failure, moved=step.pending.moves_done())
         else:
+            self._publish(scheduled, result)
             changed = self._process(scheduled, result)
         now = time.perf_counter()
         self._count(scheduled, result, now - max(step.launched, self._last_read))
@@ -259,6 +283,23 @@ class EngineCore:
         while self._in_flight:
             changed += self._read()
         return changed
+
+    def _publish(self, scheduled: ScheduledStep, result: StepResult) -> None:
+        """Note which rows stand, before anything of the step can end a request and give its pages away."""
+        plan = scheduled.plan
+        starts, accepted, status = result.starts.tolist(), result.accepted.tolist(), result.status.tolist()
+        rows, prefill, samples = plan.row_counts.tolist(), plan.is_prefill.tolist(), plan.samples.tolist()
+        for index, request in enumerate(scheduled.requests):
+            generation = self._generations.get(request.request_id)
+            if generation is None or generation.request is not request:
+                continue
+            start, end = starts[index], starts[index] + (accepted[index] if samples[index] else 0)
+            if any(status[row] != STATUS_OK for row in range(start, end)):
+                self.scheduler.withdraw(request)
+            elif self.scheduler.advance(request, rows[index] if prefill[index] else accepted[index]):
+                self.scheduler.publish(request, [*generation.token_ids, *result.tokens[start:end].tolist()])
+        if self.tiers is not None:
+            self.tiers.export()
 
     def _process(self, scheduled: ScheduledStep, result: StepResult) -> list[Generation]:
         """Give each sampled sequence its tokens; end those that are done."""
@@ -330,9 +371,13 @@ class EngineCore:
             moved: whether the requests that the step's plan preempted had reached the host before it failed.
         """
         self.stats.failed_steps += 1
+        if isinstance(failure, LostBlocks) and self.scheduler.prefix is not None:
+            self.scheduler.prefix.clear()
         _logger.error("step %d failed", scheduled.plan.step, exc_info=failure)
         changed = []
         lost = set() if moved else {move.key for move in scheduled.plan.saves}
+        if not moved:
+            self.scheduler.forget(scheduled.plan)
         preempted = [item.request for item in self._generations.values() if item.request.arrival in lost]
         for request in {*scheduled.requests, *preempted}:
             generation = self._generations.get(request.request_id)
@@ -348,6 +393,8 @@ class EngineCore:
         return changed
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
+        if self.tiers is not None:
+            self.tiers.cancel(generation.request)
         self.scheduler.finish(generation.request, reason)
         generation.metrics.finished = time.perf_counter()
         if generation.text is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -39,6 +40,9 @@ class Executor(Protocol):
 
     def release(self, slot: int, pages: NDArray[np.int32]) -> None:
         """Tell the device, behind the steps before, that nobody owns a slot and pages any more."""
+
+    def run(self, action: Callable[[], None]) -> None:
+        """Call something that never raises, behind the steps before and ahead of those that follow."""
 
     def close(self) -> None:
         """Let what was submitted end and free the executor; a second call does nothing."""
@@ -88,6 +92,10 @@ class ThreadExecutor:
         """Queue a release for the worker."""
         self._pool.submit(self._runner.released, slot, pages)
 
+    def run(self, action: Callable[[], None]) -> None:
+        """Queue a call for the worker."""
+        self._pool.submit(action)
+
     def close(self) -> None:
         """Wait for the worker and end it."""
         self._pool.shutdown()
@@ -128,6 +136,10 @@ class InlineExecutor:
     def release(self, slot: int, pages: NDArray[np.int32]) -> None:
         """Release now."""
         self._runner.released(slot, pages)
+
+    def run(self, action: Callable[[], None]) -> None:
+        """Call now."""
+        action()
 
     def close(self) -> None:
         """Nothing to free."""

@@ -274,6 +274,7 @@ class LLM:
         completion.cumulative_logprob = generation.cumulative_logprob
         if index == 0:
             output.metrics = generation.metrics
+            output.num_cached_tokens = generation.request.num_cached_tokens
             output.prompt_logprobs = self._named(generation.prompt_logprobs)
         output.error = output.error or generation.error
         output.finished = all(part.finish_reason is not None for part in output.outputs)

@@ -41,6 +41,7 @@ class StepOps(Protocol):
     commit_step: Any
     sample_step: Any
     verify_coupled: Any
+    copy_blocks: Any
     apply_filters: Any
     add_bias: Any
     apply_penalties: Any

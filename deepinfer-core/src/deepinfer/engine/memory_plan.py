@@ -20,6 +20,7 @@ class MemoryRequest:
         workspaces: the largest step's temporaries.
         logits: logits and sampling temporaries of the largest step.
         records: the device records of all slots.
+        tables: the sampler's tables of all slots, allocated when requests first need them.
         slot_bytes, page_bytes: one state slot, one page.
         num_slots: slots, slot 0 included.
         min_pages: pages of one longest request; fewer cannot serve anything.
@@ -35,6 +36,7 @@ class MemoryRequest:
     num_slots: int
     min_pages: int
     full_pages: int
+    tables: int = 0
 
     @property
     def fixed(self) -> int:
@@ -44,6 +46,7 @@ class MemoryRequest:
             + self.workspaces
             + self.logits
             + self.records
+            + self.tables
             + self.num_slots * self.slot_bytes
             + self.page_bytes
         )
@@ -114,6 +117,7 @@ class MemoryPlan:
             ("workspaces", request.workspaces),
             ("logits and sampling", request.logits),
             ("slot records", request.records),
+            ("sampling tables (on first use)", request.tables),
             (f"state slots: {request.num_slots} x {request.slot_bytes:,} B", request.num_slots * request.slot_bytes),
             (f"pages: {self.num_pages:,} x {request.page_bytes:,} B", self.num_pages * request.page_bytes),
         ]

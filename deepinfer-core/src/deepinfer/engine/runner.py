@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.engine.block_copies import BlockCopies
 from deepinfer.engine.host_copies import HostCopies
 from deepinfer.engine.loader import DraftResult, ServedModel
 from deepinfer.engine.sampler import Drawn, LogprobRows, Sampler
 from deepinfer.ops.metadata import PlanTensors, SlotRecords, StepInputs
 from deepinfer.scheduler.plan import StepPlan
+
+if TYPE_CHECKING:
+    from deepinfer.backend.runtime import DeviceRuntime
 
 __all__ = ["DeviceStep", "Drafter", "ModelRunner", "StepResult", "history_length", "pack_plan"]
 
@@ -112,12 +117,13 @@ class ModelRunner:
     Args:
         model: what to run.
         num_pages, num_slots: of the caches, page 0 and slot 0 included.
+        num_snapshots: further slots of the caches, which no request runs in.
         max_pages: pages of the longest request.
         num_drafts: drafts that a record holds; 0: nothing is drafted.
         drafter: proposes tokens instead of the model.
         poison_released: fill released pages and slots with NaN bytes before anyone gets them, so that a read of stale
             bytes shows (tests; costs bandwidth).
-        alloc_pinned: host memory for preempted requests; plain memory without it.
+        runtime: of the device: host memory for preempted requests and blocks on their way; plain memory without it.
     """
 
     def __init__(
@@ -127,10 +133,11 @@ class ModelRunner:
         num_pages: int,
         num_slots: int,
         max_pages: int,
+        num_snapshots: int = 0,
         num_drafts: int = 0,
         drafter: Drafter | None = None,
         poison_released: bool = False,
-        alloc_pinned: Callable[[int], Tensor] | None = None,
+        runtime: DeviceRuntime | None = None,
     ) -> None:
         traits = model.traits
         self.model = model
@@ -145,8 +152,9 @@ class ModelRunner:
             history_length(traits.ngram_size, max(traits.max_drafts, num_drafts)),
             model.device,
         )
-        self.storage = model.allocate_caches(num_pages, num_slots)
-        self.host_copies = HostCopies(self.records, self.storage, alloc_pinned)
+        self.storage = model.allocate_caches(num_pages, num_slots + num_snapshots)
+        self.host_copies = HostCopies(self.records, self.storage, None if runtime is None else runtime.alloc_pinned)
+        self.blocks = BlockCopies(self.storage, model.table.copy_blocks, runtime)
         self.moved_step = -1
         """The last step whose moves between device and host were done."""
         self._broken: set[int] = set()
@@ -194,6 +202,7 @@ class ModelRunner:
             draft = self._draft(last, inputs.seq_positions - rejected, inputs.seq_slots)
             drafts, confidences = draft.ids[:, : self.num_drafts], draft.confidences[:, : self.num_drafts]
         self._commit(records, inputs, last, rejected, drafts, confidences)
+        self.blocks.save(plan.snapshot_copies)
         return DeviceStep(tokens, status, inputs.sample_starts, accepted, drawn.logprobs, prompt_logprobs)
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, tuple[LogprobRows, ...]]:
@@ -226,9 +235,12 @@ class ModelRunner:
             copies.save(move)
             self.sampler.save(move.key, move.slot)
             self.released(move.slot, move.unowned)
+        if plan.evicted.size:
+            self.released(0, plan.evicted)
         for move in plan.restores:
             copies.restore(move)
             self.sampler.restore(move.key, move.slot)
+        self.blocks.resume(plan.slot_copies)
         for key in plan.dropped:
             copies.drop(key)
             self.sampler.drop(key)

@@ -17,24 +17,26 @@ from torch import Tensor
 from deepinfer.engine.outputs import Logprob, TokenLogprobs
 from deepinfer.ops.logits import token_logprobs_bytes
 from deepinfer.ops.metadata import SlotRecords, StepInputs
+from deepinfer.sampling.params import MAX_LOGIT_BIAS
 from deepinfer.sampling.slots import Feature, SlotSampling, pack_ids
 from deepinfer.scheduler.plan import StepPlan
 
-__all__ = ["Drawn", "LogprobRows", "PROMPT_LOGPROB_ROWS", "Sampler", "sampler_bytes", "sampler_table_bytes"]
+__all__ = ["Drawn", "LogprobRows", "Sampler", "sampler_bytes", "sampler_table_bytes"]
 
-PROMPT_LOGPROB_ROWS = 256
-"""Longest prompt chunk of a request that asks for prompt log-probabilities: its logits are all in memory at once."""
-BIAS_WIDTH = 1024
+FORCED_WIDTH = 4096
 BLOCK_ELEMENTS = 1 << 20
 BYTES_PER_ELEMENT = 48
 """Temporaries of the operations before the filters, per logit of a block."""
 ADJUSTED = Feature.BIAS | Feature.PENALTY | Feature.BAN
 
 
-def sampler_table_bytes(num_slots: int, vocab_size: int, max_model_len: int) -> int:
-    """Bytes of all tables once every kind of request has been seen; each kind is allocated on its first request."""
+def sampler_table_bytes(num_slots: int, vocab_size: int) -> int:
+    """Bytes of all tables once every kind of request has been seen; each kind is allocated on its first request.
+
+    Forced tokens are counted up to 4,096 of them a request; longer lists take 4 bytes a token and slot more.
+    """
     words = -(-vocab_size // 32)
-    return num_slots * (4 * vocab_size + 3 * 4 * words + 8 * BIAS_WIDTH + 4 * max_model_len + 32)
+    return num_slots * (4 * vocab_size + 3 * 4 * words + 8 * MAX_LOGIT_BIAS + 4 * FORCED_WIDTH + 32)
 
 
 def sampler_bytes(rows: int, vocab_size: int) -> int:

@@ -22,6 +22,7 @@ class ModelTraits:
         page_bytes, slot_bytes: one page, one state slot.
         ring_length: window entries of a slot.
         weight_bytes: prepared weights on the device.
+        layout_id: name of the byte formats of pages and slots.
     """
 
     vocab_size: int
@@ -35,3 +36,4 @@ class ModelTraits:
     slot_bytes: int
     ring_length: int
     weight_bytes: int
+    layout_id: str = ""

@@ -79,6 +79,7 @@ class StepPlan:
         row_bucket: padded row count, at least sum(row_counts).
         saves: preempted requests, to be copied to the host before anything else of this step.
         restores: resumed requests, to be copied back after the saves; their pages are among the granted ones.
+        evicted: int32 [E], pages that left the prefix cache; whoever gets them comes after the saves.
         slot_copies: int32 [M, 2], (snapshot, slot) of the admitted sequences that found a prefix; after the restores.
         snapshot_copies: int32 [M, 2], (slot, snapshot) to copy when the rows of the step have run.
         dropped: keys of host copies that nobody will ask for again.
@@ -102,6 +103,7 @@ class StepPlan:
     saves: tuple[Move, ...] = ()
     restores: tuple[Move, ...] = ()
     dropped: tuple[int, ...] = ()
+    evicted: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
     slot_copies: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32, 0, 2))
     snapshot_copies: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32, 0, 2))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +90,7 @@ class Request:
         parked: its progress while it is preempted.
         num_preemptions: times that it was preempted.
         reuse_prefix: False if every row of its prompt must run.
+        scored: logits of every row of its prompt are wanted, which bounds its chunks.
         chain: its way through the prefix cache, from its first admission on; None without one.
         num_cached_tokens: tokens of its prompt that were found in the cache.
         num_forwarded: tokens whose rows are accepted, as the host knows.
@@ -110,6 +110,7 @@ class Request:
     parked: Parked | None = None
     num_preemptions: int = 0
     reuse_prefix: bool = True
+    scored: bool = False
     chain: PrefixChain | None = None
     num_cached_tokens: int = 0
     num_forwarded: int = 0

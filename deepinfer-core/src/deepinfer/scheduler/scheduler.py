@@ -34,6 +34,7 @@ class SchedulerConfig:
         max_model_len: prompt and output tokens of one request.
         page_size: tokens of one page.
         max_prefill_chunk: longest chunk of one prompt in a step; None: as long as the budget.
+        max_scored_rows: prompt rows of a step whose logits are wanted; each such prompt gets at least one more.
         num_drafts: draft rows of a decoding sequence, at most.
         lookahead: positions past a request's last token that rows in flight may write: `num_drafts` if a step is
             planned before the previous one is read, else 0.
@@ -47,6 +48,7 @@ class SchedulerConfig:
     max_model_len: int
     page_size: int
     max_prefill_chunk: int | None = None
+    max_scored_rows: int = 512
     num_drafts: int = 0
     lookahead: int = 0
     preempt_every: int = 0
@@ -127,10 +129,15 @@ class Scheduler:
         self._saves: list[Move] = []
         self._dropped: list[int] = []
         self._slot_copies: list[tuple[int, int]] = []
+        self._evicted: list[NDArray[np.int32]] = []
+        self._planning = False
+        if prefix is not None:
+            prefix.on_evict = self._note_evicted
         self._grants: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
         self.num_preemptions = 0
         """Times that a request was preempted."""
         self._arrivals = 0
+        self._scored_left = config.max_scored_rows
         self._next_step = 0
         self._completed = -1
         size = slots.num_slots
@@ -291,6 +298,10 @@ class Scheduler:
                 self._scheduled[request.slot] -= rejected
                 self._draws[request.slot] += extra
 
+    def forget(self, plan: StepPlan) -> None:
+        """Drop the host copies of a plan that failed before its moves were done."""
+        self._dropped += [move.key for move in (*plan.saves, *plan.restores)] + list(plan.dropped)
+
     def assert_idle(self) -> None:
         """Verify that nothing is left: no request, no used page, no slot.
 
@@ -309,12 +320,20 @@ class Scheduler:
 
     def plan(self) -> ScheduledStep | None:
         """Plan the next step; None if no sequence can take a row now."""
+        self._planning = True
+        try:
+            return self._plan()
+        finally:
+            self._planning = False
+
+    def _plan(self) -> ScheduledStep | None:
         config = self.config
         if config.preempt_every and self._next_step % config.preempt_every == config.preempt_every - 1:
             self._preempt_worst()
         decoding, counts = self._decode_rows()
         self._grant(decoding, counts)
         budget = config.max_num_batched_tokens - int(counts.sum())
+        self._scored_left = config.max_scored_rows
         chunks = self._take_chunks(budget)
         budget -= sum(chunk for _, chunk in chunks)
         admitted, resumed, restores = self._admit(budget, chunks)
@@ -360,10 +379,12 @@ class Scheduler:
             saves=tuple(self._saves),
             restores=tuple(restores),
             dropped=tuple(self._dropped),
+            evicted=np.concatenate(self._evicted) if self._evicted else np.empty(0, np.int32),
             slot_copies=np.array(self._slot_copies, np.int32).reshape(-1, 2),
             snapshot_copies=np.array(snapshots, np.int32).reshape(-1, 2),
         )
-        self._released, self._saves, self._dropped, self._grants, self._slot_copies = [], [], [], [], []
+        self._released, self._saves, self._dropped, self._grants = [], [], [], []
+        self._slot_copies, self._evicted = [], []
         self._next_step += 1
         return ScheduledStep(plan, tuple(self._owner[slots].tolist()))
 
@@ -511,27 +532,39 @@ class Scheduler:
         left = int(self._prompt_length[request.slot]) - start
         limit = self.config.max_prefill_chunk
         rows = min(left, budget) if limit is None else min(left, budget, limit)
+        if request.scored:
+            rows = min(rows, max(1, self._scored_left))
+            self._scored_left -= rows
         if self.prefix is None or request.chain is None:
             return rows
         return self.prefix.cut(request.chain, start, rows)
 
     # ---- reuse of prefixes ---------------------------------------------------------------------------------------
 
-    def publish(self, request: Request, rows: int, output: Sequence[int]) -> None:
-        """Note rows of a request that stand, as a good step told; what they complete can be reused from now on.
+    def advance(self, request: Request, rows: int) -> bool:
+        """Note rows of a request that stand, as a good step told; whether they complete something to `publish`.
 
         Args:
             request: that ran; it may be preempted by now.
             rows: prompt rows, or accepted rows.
-            output: its generated tokens, those of this step included.
         """
         request.num_forwarded += rows
-        chain, slot = request.chain, request.slot
-        if self.prefix is None or chain is None or slot < 0:
-            return
-        length = min(request.num_forwarded, request.num_prompt_tokens + len(output))
-        if chain.pending or length // self.config.page_size > len(chain.keys):
-            self.prefix.publish(chain, length, output, self._page_table[slot, : self._granted[slot]])
+        chain = request.chain
+        if chain is None or request.slot < 0:
+            return False
+        return bool(chain.pending) or request.num_forwarded // self.config.page_size > len(chain.keys)
+
+    def publish(self, request: Request, output: Sequence[int]) -> None:
+        """Let others reuse the pages that a request has completed.
+
+        Args:
+            request: for which `advance` said so.
+            output: its generated tokens, at least those that were forwarded.
+        """
+        if self.prefix is not None and request.chain is not None:
+            length = min(request.num_forwarded, request.num_prompt_tokens + len(output))
+            row = self._page_table[request.slot, : self._granted[request.slot]]
+            self.prefix.publish(request.chain, length, output, row)
 
     def withdraw(self, request: Request) -> None:
         """Make what a request left in the cache unknown: its numbers are not sound."""
@@ -563,6 +596,13 @@ class Scheduler:
                 if snapshot >= 0:
                     copies.append((request.slot, snapshot))
         return copies
+
+    def _note_evicted(self, pages: NDArray[np.int32]) -> None:
+        """Pages of a request that the same plan preempts may be among them: its saves must come first."""
+        if self._planning:
+            self._evicted.append(pages)
+        elif self.on_release is not None:
+            self.on_release(0, pages)
 
     def _end_chain(self, request: Request) -> None:
         if self.prefix is not None and request.chain is not None:
