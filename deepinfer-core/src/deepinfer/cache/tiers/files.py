@@ -110,10 +110,10 @@ class FileStore(KVStore):
         return self.directory / name[:2] / f"{name}.{key.kind}"
 
     def put(self, key: BlockKey, data: bytes) -> bool:
-        """Write a block unless it is there; False if it was not written."""
+        """Write a block unless a sound file of it is there; False if it was not written."""
         if self.disabled or len(data) > self.max_bytes:
             return False
-        if self.contains(key):
+        if self.contains(key) and self.get(key) == data:
             return True
         content = encode_block(key, data)
         try:
