@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,9 @@ def fake(fake_model: Any, fake_rules: Any) -> Any:
 def test_a_request_alone_is_what_its_parameters_say(fake_model: Any, fake: Any, name: str) -> None:
     llm = make_llm(fake_model)
     for prompt in PROMPTS:
-        params = SamplingParams(**{"temperature": 1.0, "seed": 5, "max_tokens": 9, "ignore_eos": True, **VARIANTS[name]})
+        params = SamplingParams(
+            **{"temperature": 1.0, "seed": 5, "max_tokens": 9, "ignore_eos": True, **VARIANTS[name]}
+        )
         output = llm.generate(prompt, params)[0].outputs[0]
         assert output.token_ids == expected(fake, prompt, params)
     llm._core.scheduler.assert_idle()
@@ -282,6 +285,27 @@ def test_scores(fake_model: Any, fake: Any) -> None:
     assert good.error is None
     with pytest.raises(InvalidRequest, match="continuations: 1 continuations for 2 prompts"):
         llm.score([[7], [8]], [[7]])
+
+
+@pytest.mark.parametrize("scored_rows", [1, 5, 512])
+def test_scored_prompts_share_a_bounded_number_of_rows(fake_model: Any, fake: Any, scored_rows: int) -> None:
+    llm = make_llm(fake_model, max_num_batched_tokens=64)
+    llm._core.scheduler.config = replace(llm._core.scheduler.config, max_scored_rows=scored_rows)
+    prompts = [list(range(6, 32)), [7] * 20, [9, 8] * 11]
+    widest, forward = 0, fake_model.forward
+
+    def watch(inputs: Any, storage: Any) -> Any:
+        nonlocal widest
+        widest = max(widest, inputs.sample_rows.shape[0])
+        return forward(inputs, storage)
+
+    fake_model.forward = watch
+    scores = llm.score(prompts)
+    assert widest <= scored_rows + 2 * len(prompts)
+    for prompt, score in zip(prompts, scores, strict=True):
+        rows = torch.stack([fake.logits_of(state) for state in states(fake, prompt)[:-1]]).double()
+        exact = torch.log_softmax(rows, -1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert score.logprobs == pytest.approx(exact.tolist(), abs=3e-6)
 
 
 # ---- stops -----------------------------------------------------------------------------------------------------------

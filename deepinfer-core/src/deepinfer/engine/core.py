@@ -167,7 +167,6 @@ class EngineCore:
         request = Request(
             request_id, prompt, max_tokens, sampling, priority, reuse_prefix=not scored, scored=scored
         )
-        request.reuse_prefix = params.prompt_logprobs is None
         self.scheduler.add(request, loading=self.tiers is not None)
         if self.tiers is not None and not self.tiers.begin(request):
             self.scheduler.ready(request)
@@ -324,7 +323,8 @@ class EngineCore:
                         count = int(generation.params.logprobs or 0)
                         found = result.logprobs.at(scored[row], tokens[row], count)
                         generation.logprobs.append(found)
-                        generation.cumulative_logprob = (generation.cumulative_logprob or 0.0) + found[tokens[row]].logprob
+                        total = generation.cumulative_logprob or 0.0
+                        generation.cumulative_logprob = total + found[tokens[row]].logprob
                 if generation.finish_reason is not None:
                     break  # What was accepted behind the end does not exist.
         return changed

@@ -284,7 +284,9 @@ class LLM:
         if places is None or self._codec is None:
             return places
         return [
-            None if place is None else {token: replace(found, decoded_token=self._decode([token], False)) for token, found in place.items()}
+            None
+            if place is None
+            else {token: replace(found, decoded_token=self._decode([token], False)) for token, found in place.items()}
             for place in places
         ]
 

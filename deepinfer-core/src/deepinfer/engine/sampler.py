@@ -144,7 +144,9 @@ class Sampler:
     def __init__(self, table: Any, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self.vocab_size, self.num_slots, self.device = vocab_size, num_slots, device
         zeros = {name: torch.zeros(num_slots, device=device) for name in ("min_p", "presence", "frequency")}
-        whole = {name: torch.zeros(num_slots, dtype=torch.int64, device=device) for name in ("min_tokens", "prompt_length")}
+        whole = {
+            name: torch.zeros(num_slots, dtype=torch.int64, device=device) for name in ("min_tokens", "prompt_length")
+        }
         self._tables = _Tables(**zeros, **whole, repetition=torch.ones(num_slots, device=device))
         self._host = _Host([None] * num_slots, np.zeros(num_slots, np.uint16), np.zeros(num_slots, np.int64))
         self._saved: dict[int, _Saved] = {}

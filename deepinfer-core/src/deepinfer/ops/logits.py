@@ -18,8 +18,8 @@ __all__ = [
     "add_bias",
     "apply_penalties",
     "count_tokens",
-    "force_tokens",
     "forbid_tokens",
+    "force_tokens",
     "pack_bits",
     "token_logprobs",
     "token_logprobs_bytes",
@@ -46,7 +46,9 @@ def pack_bits(bits: Tensor) -> Tensor:
     """Pack bool [..., V] into int32 [..., ceil(V / 32)]: id v is bit v % 32 of word v // 32."""
     words = -(-bits.shape[-1] // WORD_BITS)
     padded = torch.nn.functional.pad(bits.to(torch.int64), (0, words * WORD_BITS - bits.shape[-1]))
-    weights = torch.ones(WORD_BITS, dtype=torch.int64, device=bits.device) << torch.arange(WORD_BITS, device=bits.device)
+    weights = torch.ones(WORD_BITS, dtype=torch.int64, device=bits.device) << torch.arange(
+        WORD_BITS, device=bits.device
+    )
     packed = (padded.unflatten(-1, (words, WORD_BITS)) * weights).sum(-1)
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
@@ -146,7 +148,7 @@ def apply_penalties(
     Returns:
         float32 [R, V].
     """
-    rows, vocab = logits.shape
+    vocab = logits.shape[1]
     safe = slots.clamp(min=0)
     times = torch.nn.functional.pad(counts[safe], (0, 1))
     times.scatter_add_(1, torch.where(pending >= 0, pending, vocab), torch.ones_like(pending, dtype=times.dtype))
@@ -252,7 +254,9 @@ def count_tokens(counts: Tensor, slots: Tensor, tokens: Tensor) -> None:
 
 def _logprob_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     vocab, rows, _ = _sizes(size)
-    masked = torch.where(torch.rand(rows, vocab, generator=generator) < 0.5, _logits(rows, vocab, generator), -torch.inf)
+    masked = torch.where(
+        torch.rand(rows, vocab, generator=generator) < 0.5, _logits(rows, vocab, generator), -torch.inf
+    )
     masked[:, 3] = 0.0
     for label, logits, count in (
         ("empty", _logits(0, vocab, generator), 2),

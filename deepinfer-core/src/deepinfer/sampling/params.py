@@ -54,7 +54,7 @@ class SamplingParams:
         allowed_token_ids: nothing else may be drawn; None: everything.
         banned_token_ids: these are never drawn.
         max_tokens: tokens to generate at most, at least 1; None: up to the end of the context.
-        min_tokens: EOS, stop ids and stop strings end nothing before this many tokens; the ids are not drawn until then.
+        min_tokens: EOS, stop ids and stop strings end nothing before this many tokens; the ids are not drawn before.
         seed: integer of up to 64 bits; None draws one, which the output reports.
         n: completions of one prompt, 1..128. Completion i has the same tokens whatever n is.
         stop: a string or up to 16 that end the text; the first one completed wins, and is left out of the text.
@@ -132,7 +132,9 @@ class SamplingParams:
         for field, low in (("allowed_token_ids", 0), ("golden_token_ids", -1)):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, _ids(field, getattr(self, field), low))
-        if self.allowed_token_ids is not None and not set(self.allowed) - set(cast(tuple[int, ...], self.banned_token_ids)):
+        if self.allowed_token_ids is not None and not set(self.allowed) - set(
+            cast(tuple[int, ...], self.banned_token_ids)
+        ):
             _refuse("allowed_token_ids", self.allowed_token_ids, "a list that leaves an id which is not banned")
         self._set("stop", _stop_strings)
         for field in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler beyond the plain filters, as arrays for the tables of its slot (NumPy, no torch)."""
+"""What a request asks of the sampler beyond the plain filters, as arrays for its slot (NumPy, no torch)."""
 
 from __future__ import annotations
 
