@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from deepinfer import LLM, SamplingParams
+from deepinfer.engine.build import build_engine
 from deepinfer.engine.loader import LoadedModel
+from deepinfer.engine.stops import TextStream
 from deepinfer.errors import InvalidRequest
 from deepinfer.ops.sampling import apply_filters, sample_rows
 from deepinfer.settings import Settings
@@ -370,3 +373,69 @@ def test_a_seeded_request_does_not_feel_an_unseeded_mate(fake_model: Any) -> Non
         assert first.outputs[0].token_ids == alone
         again = SamplingParams(seed=other.outputs[0].seed, max_tokens=8, ignore_eos=True)
         assert llm.generate(mate, again)[0].outputs[0].token_ids == other.outputs[0].token_ids
+
+
+# ---- several rows a sequence, ahead of the host ----------------------------------------------------------------------
+
+
+def drafted(fake_model: Any, fake: Any, cases: list[tuple[list[int], SamplingParams]], wrong: int) -> list[Any]:
+    """Run with a drafter that knows each request's output, but for every `wrong`-th draft, ahead of the host."""
+    truth = {params.seed: (len(prompt), expected(fake, prompt, params)) for prompt, params in cases}
+
+    def draft(anchors: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, records: Any) -> Any:
+        ids = torch.full((anchors.shape[0], 4), -1)
+        for row, (anchor, position) in enumerate(zip(anchors.tolist(), positions.tolist(), strict=True)):
+            length, output = truth.get(int(records.seed[max(int(slots[row]), 0)]), (0, []))
+            follow = output[position + 2 - length :][:4] if anchor >= 0 else []
+            for place, token in enumerate(follow):
+                ids[row, place] = token if (position + place) % wrong else (token + 1) % 5 + 6
+        return SimpleNamespace(ids=ids, confidences=torch.zeros(ids.shape))
+
+    settings = Settings(max_num_seqs=3, max_num_batched_tokens=24, use_nextn_decode=4)
+    core = build_engine(
+        LoadedModel(fake_model, numerics_id="fake"), settings, poison_released=True, drafter=draft, preempt_every=5
+    ).core
+    running = []
+    for index, (prompt, params) in enumerate(cases):
+        text = TextStream(Letters(), params) if params.stop_strings else None
+        ids, limit = np.array(prompt, np.int64), params.max_tokens
+        running.append(core.add(str(index), ids, params, seed=params.seed, max_tokens=limit, text=text))
+    while core.num_unfinished:
+        core.step()
+    core.scheduler.assert_idle()
+    assert core.stats.accepted_drafts > 0
+    core.close()
+    return running
+
+
+@pytest.mark.parametrize("wrong", [2, 3, 1000])
+def test_verify_rows_see_the_drafts_before_them(fake_model: Any, fake: Any, wrong: int) -> None:
+    """H14: penalties, bans and forced tokens of verify rows know real ids only; tokens and logprobs as without drafts."""
+    cases = []
+    for index, name in enumerate(VARIANTS):
+        params = {"temperature": 1.0, "seed": index, "max_tokens": 12, "ignore_eos": True, "logprobs": 2}
+        cases.append((PROMPTS[index % 5], SamplingParams(**params | VARIANTS[name])))
+    llm = make_llm(fake_model, zero_overhead_scheduling=False)
+    plain = llm.generate([prompt for prompt, _ in cases], [params for _, params in cases])
+    for name, case, one_plain, found in zip(
+        VARIANTS, cases, plain, drafted(fake_model, fake, cases, wrong), strict=True
+    ):
+        assert found.token_ids == expected(fake, *case) == one_plain.outputs[0].token_ids, name
+        assert found.logprobs == one_plain.outputs[0].logprobs, name
+        assert found.cumulative_logprob == one_plain.outputs[0].cumulative_logprob
+
+
+def test_a_stop_string_ends_inside_an_accepted_block(fake_model: Any, fake: Any) -> None:
+    """H13: wherever in a block the stop string ends, text, ids, logprobs and usage agree, as without drafts."""
+    given = {"allowed_token_ids": [*range(6, 32)], "logprobs": 0, "max_tokens": 12, "ignore_eos": True}
+    free = expected(fake, [7, 8], SamplingParams(seed=4, **given))
+    text = Letters().decode(free)
+    for start in range(11):
+        stop = text[start : start + 2]
+        end = text.find(stop) + 2
+        params = SamplingParams(seed=4, stop=stop, **given)
+        (found,) = drafted(fake_model, fake, [([7, 8], params)], 1000)
+        assert found.token_ids == free[:end]
+        assert found.text.text == text[: end - 2]
+        assert len(found.logprobs) == found.metrics.num_generated_tokens == end
+        assert (str(found.finish_reason), found.stop_reason) == ("stop", stop)

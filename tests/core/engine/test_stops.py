@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_nothing_depends_on_how_the_text_is_cut(
 ) -> None:
     ends = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(places)]
     stream, deltas, taken = run(pieces, held, stop=stops, include_stop_str_in_output=include)
     assert "".join(deltas) == stream.text
     if not ends:

@@ -64,9 +64,11 @@ class DeviceStep:
 
     def read(self) -> StepResult:
         """Wait for the step and copy its result to the host."""
-        tensors = (self.tokens, self.status, self.starts, self.accepted)
         return StepResult(
-            *(value.cpu().numpy() for value in tensors),
+            tokens=self.tokens.cpu().numpy(),
+            status=self.status.cpu().numpy(),
+            starts=self.starts.cpu().numpy(),
+            accepted=self.accepted.cpu().numpy(),
             logprobs=None if self.logprobs is None else self.logprobs.read(),
             prompt_logprobs=tuple(rows.read() for rows in self.prompt_logprobs),
         )
