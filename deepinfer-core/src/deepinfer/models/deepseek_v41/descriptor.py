@@ -19,6 +19,8 @@ DEEPSEEK_V41 = ModelDescriptor(
         "commit_window",
         "compress_entries",
         "draft_block",
+        "keep_rows",
+        "take_rows",
         "draft_main_keys",
         "embedding",
         "engram_hash",

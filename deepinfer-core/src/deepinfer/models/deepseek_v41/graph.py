@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,10 +12,13 @@ from torch import Tensor
 from deepinfer.cache.layout import CacheStorage
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.weights import LayerWeights, ModelWeights
+from deepinfer.ops.attention import Projected
+from deepinfer.ops.compress import EntryCache
 from deepinfer.ops.draft import DraftResult
-from deepinfer.ops.handles import Mixes, Rows, Selection, accumulate_dtype
+from deepinfer.ops.handles import Mixes, Selection, accumulate_dtype
 from deepinfer.ops.hyper_connection import initial_mixes
 from deepinfer.ops.metadata import StepInputs
+from deepinfer.ops.replay import clip_window
 from deepinfer.ops.rope import plain_frequencies, yarn_frequencies
 
 __all__ = ["ForwardResult", "Graph"]
@@ -25,8 +29,8 @@ class ForwardResult:
     """What a forward pass leaves.
 
     Attributes:
-        logits: [S, V] accumulate dtype, rows of `last_rows`; undefined where that is -1.
-        hidden: [S, d] normed rows that the head read.
+        logits: [R, V] accumulate dtype, rows of `sample_rows`; undefined where that is -1.
+        hidden: [R, d] normed rows that the head read.
     """
 
     logits: Tensor
@@ -57,16 +61,37 @@ class _Angles:
     compressed: tuple[Tensor, Tensor]
     group_start: dict[int, tuple[Tensor, Tensor]]
 
+    def of(self, ratio: int) -> tuple[Tensor, Tensor]:
+        """Angles of the queries of a layer of this ratio."""
+        return self.compressed if ratio else self.plain
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows that run and their angles."""
+
+    step: StepInputs
+    angles: _Angles
+
 
 class Graph:
     """The text model bound to one kernel table; holds weights, no state.
 
     Args:
         config: of the checkpoint. weights: laid out by the table's backend. kernels: a bound `KernelTable`.
+        replay: what steps with `keep_from` do in the consumer half, `compact` (only kept rows) or `mask` (all rows,
+            same visibility).
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: Any) -> None:
-        self.config, self.weights = config, weights
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        kernels: Any,
+        *,
+        replay: Literal["compact", "mask"] = "compact",
+    ) -> None:
+        self.config, self.weights, self.replay = config, weights, replay
         device, self._dtype = weights.embedding.device, weights.embedding.dtype
         scaling = config.rope_scaling
         rotated = config.qk_rope_head_dim
@@ -93,24 +118,26 @@ class Graph:
         self._index_select, self._attend = kernels.index_select, kernels.sparse_attention
         self._attention_output, self._commit_window = kernels.attention_output, kernels.commit_window
         self._moe, self._stream_mean = kernels.moe_block, kernels.stream_mean
+        self._keep_rows, self._take_rows = kernels.keep_rows, kernels.take_rows
         self._draft_main_keys, self._draft_block = kernels.draft_main_keys, kernels.draft_block
 
     def forward(self, step: StepInputs, storage: CacheStorage) -> ForwardResult:
-        """Run all rows of a step, fill caches and draft rings, and compute the logits of `last_rows`.
+        """Run all rows of a step, fill caches and draft rings, and compute the logits of `sample_rows`.
 
         Args:
             step: rows, -1 for padding. storage: written in place.
         """
-        angles = self._angles(step.positions)
+        rows = _Rows(step, self._angles(step.positions))
         stack = self._embed(step)
         features: list[Tensor] = []
         for layer in self.weights.layers:
-            self._layer(layer, step, storage, angles, stack, features)
+            rows = self._layer(layer, rows, storage, stack, features)
+        step = rows.step
         if self.weights.draft is not None:
             rings = storage.rings[len(self.weights.layers) :]
-            self._draft_main_keys(torch.cat(features, dim=-1), step, rings, self.weights.draft, *angles.plain)
+            self._draft_main_keys(torch.cat(features, dim=-1), step, rings, self.weights.draft, *rows.angles.plain)
         norm, eps = self.weights.norm, self.config.rms_norm_eps
-        _, hidden = self._head(stack.streams, stack.branch, stack.mixes, step.last_rows, norm, eps)
+        _, hidden = self._head(stack.streams, stack.branch, stack.mixes, step.sample_rows, norm, eps)
         return ForwardResult(self._lm_head(hidden, self.weights.head), hidden)
 
     def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: CacheStorage) -> DraftResult:
@@ -143,14 +170,10 @@ class Graph:
         return _Stack(streams, None, initial_mixes(rows, self.config.hc_mult, accumulate, embedded.device))
 
     def _layer(
-        self,
-        layer: LayerWeights,
-        step: StepInputs,
-        storage: CacheStorage,
-        angles: _Angles,
-        stack: _Stack,
-        features: list[Tensor],
-    ) -> None:
+        self, layer: LayerWeights, rows: _Rows, storage: CacheStorage, stack: _Stack, features: list[Tensor]
+    ) -> _Rows:
+        """One layer; returns the rows that go on, fewer than came in where a replayed prompt is cut."""
+        step = rows.step
         if layer.engram is not None:
             if stack.branch is not None:
                 stack.streams = self._expand(stack.streams, stack.branch, stack.mixes)
@@ -158,29 +181,48 @@ class Graph:
             live = (step.token_ids >= 0) & ~step.is_image
             ids = self._engram_hash(step.token_ids, step.history, live, layer.engram_hash)
             stack.streams = self._engram_inject(stack.streams, ids, live, layer.engram)
-        stack.streams, rows, mixes = self._boundary(stack.streams, stack.branch, stack.mixes, layer.attention_boundary)
+        stack.streams, normed, mixes = self._boundary(
+            stack.streams, stack.branch, stack.mixes, layer.attention_boundary
+        )
+        projected = self._project(normed, layer.attention, *rows.angles.of(layer.role.ratio))
+        cache = storage.entry_caches[layer.role.kv_source] if layer.role.kv_source is not None else None
+        if layer.compressor is not None:
+            starts = rows.angles.group_start[layer.role.ratio]
+            self._compress(projected.latent, projected.gate, self._dtype, step, cache, layer.compressor, *starts)
+        if layer.role.layer == self.config.boundary and step.keep_from is not None:
+            rows, projected, mixes = self._cut(rows, projected, mixes, stack)
         if layer.role.is_dspark_target and self.weights.draft is not None:
             features.append(self._stream_mean(stack.streams))
-        stack.branch = self._attention(layer, rows, step, storage, angles, stack)
-        stack.streams, rows, stack.mixes = self._boundary(stack.streams, stack.branch, mixes, layer.ffn_boundary)
-        stack.branch = self._moe(rows, layer.moe, step.is_image, step.slots >= 0)
+        stack.branch = self._attention(layer, projected, cache, rows, storage, stack)
+        stack.streams, normed, stack.mixes = self._boundary(stack.streams, stack.branch, mixes, layer.ffn_boundary)
+        stack.branch = self._moe(normed, layer.moe, rows.step.is_image, rows.step.slots >= 0)
+        return rows
+
+    def _cut(self, rows: _Rows, projected: Projected, mixes: Mixes, stack: _Stack) -> tuple[_Rows, Projected, Mixes]:
+        """Enter the consumer half of a replayed prompt: entries of all rows are stored, only kept rows go on.
+
+        In mode `mask` all rows go on with the same visibility; it is the oracle of `compact`.
+        """
+        if self.replay == "mask":
+            return _Rows(clip_window(rows.step), rows.angles), projected, mixes
+        index, step = self._keep_rows(rows.step)
+        stack.streams = self._take_rows(stack.streams, index)
+        # Entries are stored, so the compressor's inputs stay behind.
+        projected = dataclasses.replace(projected, latent=None, gate=None)
+        taken = self._take_rows(projected, index), self._take_rows(mixes, index)
+        return _Rows(step, self._angles(step.positions)), *taken
 
     def _attention(
         self,
         layer: LayerWeights,
-        rows: Rows,
-        step: StepInputs,
+        projected: Projected,
+        cache: EntryCache | None,
+        rows: _Rows,
         storage: CacheStorage,
-        angles: _Angles,
         stack: _Stack,
     ) -> Tensor:
-        role, weights = layer.role, layer.attention
-        cos, sin = angles.compressed if role.ratio else angles.plain
-        projected = self._project(rows, weights, cos, sin)
-        cache = storage.entry_caches[role.kv_source] if role.kv_source is not None else None
-        if layer.compressor is not None:
-            starts = angles.group_start[role.ratio]
-            self._compress(projected.latent, projected.gate, self._dtype, step, cache, layer.compressor, *starts)
+        role, weights, step = layer.role, layer.attention, rows.step
+        cos, sin = rows.angles.of(role.ratio)
         if layer.index is not None:
             stack.selection, stack.blocks = self._index_select(
                 projected.index_query, projected.index_weights, step, cache, layer.index, cos, sin, stack.blocks

@@ -47,6 +47,8 @@ GRAPH_OPS = (
     "stream_mean",
     "draft_main_keys",
     "draft_block",
+    "keep_rows",
+    "take_rows",
 )
 """Ops that the graph asks for by name; everything else is reached through them."""
 
@@ -100,6 +102,7 @@ class DeepseekV41:
             slot_bytes=self.layout.slot_bytes,
             ring_length=self.layout.ring_length,
             weight_bytes=self.weights.device_bytes,
+            layout_id=self.layout.layout_id,
         )
 
     def workspace_bytes(self, limits: StepLimits) -> int:
