@@ -222,10 +222,10 @@ def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
             "rows": RowsInput(normal(generator, rows, d)),
             "weights": weights,
             "is_image": torch.rand(rows, generator=generator) < 0.3,
-            "live": torch.rand(rows, generator=generator) < 0.9,
         }
-        idle = ~arguments["live"]
-        yield Sample(label, arguments, ("rows", "is_image", "live"), {"rows.values": idle}, idle)
+        live = torch.rand(rows, generator=generator) < 0.9
+        idle = ~live
+        yield Sample(label, {**arguments, "live": live}, ("rows", "is_image", "live"), {"rows.values": idle}, idle)
 
 
 @composite(
