@@ -1,0 +1,116 @@
+"""The grammar library behind one door: xgrammar bound to a vocabulary."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+from deepinfer.errors import CapabilityError, GrammarError
+from deepinfer.grammar.schema_check import check_schema
+from deepinfer.grammar.vocabulary import Vocabulary
+from deepinfer.sampling.structured import GrammarKind
+
+__all__ = ["GrammarLibrary", "clean_message", "require_library"]
+
+_SOURCE_PREFIX = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: (?:Check failed: \(.*?\) is false: )?(?:Warning: )?")
+
+
+def require_library() -> None:
+    """Refuse early where the grammar library is not installed.
+
+    Raises:
+        CapabilityError: says how to install it.
+    """
+    if importlib.util.find_spec("xgrammar") is None:
+        raise CapabilityError(
+            "structured output needs xgrammar, which is not installed: pip install 'deepinfer-core[structured]'"
+        )
+
+
+def clean_message(text: str) -> str:
+    """A library message without clock and source file, on one line."""
+    return " ".join(_SOURCE_PREFIX.sub("", text).split())
+
+
+class GrammarLibrary:
+    """Compiles grammars for one vocabulary and carries compiled ones between processes.
+
+    Raises:
+        CapabilityError: on construction, if the library is not installed.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        require_library()
+        # Imports torch and a tokenizer library: seconds, so only where a grammar is used.
+        import xgrammar
+
+        self._library = xgrammar
+        self._tokens = xgrammar.TokenizerInfo(
+            list(vocabulary.tokens),
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.size,
+            stop_token_ids=list(vocabulary.eos_token_ids),
+        )
+        self._compiler = xgrammar.GrammarCompiler(self._tokens, max_threads=1, cache_enabled=False)
+        self._words = vocabulary.words
+
+    def compile(self, kind: GrammarKind, text: str) -> Any:
+        """Compile a grammar; may be slow, and with a hostile grammar endless or fatal to the process.
+
+        Args:
+            kind, text: as in `StructuredOutput`.
+
+        Raises:
+            GrammarError: says what is wrong with the grammar.
+        """
+        try:
+            compiled = self._compile(kind, text)
+        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+            if isinstance(error, GrammarError):
+                raise
+            raise GrammarError(f"structured_output.{kind}: {clean_message(str(error))}") from error
+        row = np.zeros((1, self._words), np.int32)
+        self._library.GrammarMatcher(compiled).fill_next_token_bitmask(row, 0)
+        if not row.any():
+            raise GrammarError(f"structured_output.{kind}: no text of this vocabulary matches the grammar")
+        return compiled
+
+    def _compile(self, kind: GrammarKind, text: str) -> Any:
+        match kind:
+            case "regex":
+                return self._compiler.compile_regex(text)
+            case "ebnf":
+                return self._compiler.compile_grammar(text)
+            case "choices":
+                alternatives = " | ".join(map(_literal, json.loads(text)))
+                return self._compiler.compile_grammar(f"root ::= {alternatives}\n")
+            case "json_object":
+                return self._compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
+            case "json_schema":
+                check_schema(text)
+                return self._compiler.compile_json_schema(text)
+
+    def pack(self, compiled: Any) -> bytes:
+        """A compiled grammar as bytes."""
+        return str(compiled.serialize_json()).encode()
+
+    def unpack(self, packed: bytes) -> Any:
+        """The compiled grammar of `pack`, made by a library of the same version and vocabulary."""
+        return self._library.CompiledGrammar.deserialize_json(packed.decode(), self._tokens)
+
+    def matcher(self, compiled: Any, stop_token_ids: tuple[int, ...]) -> Any:
+        """A fresh matcher that ends at any of these ids once the text is complete."""
+        return self._library.GrammarMatcher(compiled, override_stop_tokens=list(stop_token_ids))
+
+    def batch(self, threads: int) -> Any:
+        """Fills the masks of many matchers at once on this many threads."""
+        return self._library.BatchGrammarMatcher(max_threads=threads)
+
+
+def _literal(text: str) -> str:
+    """A string literal of the rule language; everything but plain letters by code point."""
+    return '"' + "".join(c if c.isascii() and (c.isalnum() or c == " ") else f"\\U{ord(c):08x}" for c in text) + '"'
