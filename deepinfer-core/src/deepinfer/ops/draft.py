@@ -269,7 +269,7 @@ def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
         unread = {f"rings.{stage}": ~needed for stage in range(SAMPLE_STAGES)}
         row_args = ("anchors", "positions", "slots")
         forced = uniform_ids(generator, SAMPLE_VOCAB, SAMPLE_BLOCK)
-        for choose, how in ((_Forced(forced), "forced"), (None, "free")):
+        for choose, how in ((_Forced(forced), "forced"), (None, "free"))[: 1 if label == "many" else 2]:
             yield Sample(f"{label}, {how}", {**arguments, "choose": choose}, row_args, unread, slots < 0)
 
 
