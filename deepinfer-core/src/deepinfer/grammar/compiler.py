@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from deepinfer.errors import DeepInferError, EngineDead, GrammarError
-from deepinfer.grammar.library import GrammarLibrary, require_library
+from deepinfer.grammar.library import JSON_KINDS, GrammarLibrary, grammar_tokens, has_control, require_library
 from deepinfer.grammar.matcher import Matcher
 from deepinfer.grammar.trigger import Trigger, build_trigger
 from deepinfer.grammar.vocabulary import Vocabulary
@@ -30,12 +30,14 @@ class CompiledGrammar:
     Attributes:
         kind: which grammar of `StructuredOutput`.
         vocabulary: of the model.
+        tokens: text of each token as this kind of grammar sees it.
         library, native: the grammar library and its compiled object.
         trigger: automaton of the marker, None if the grammar starts at once.
     """
 
     kind: GrammarKind
     vocabulary: Vocabulary
+    tokens: tuple[bytes, ...]
     library: GrammarLibrary
     native: Any
     trigger: Trigger | None = None
@@ -109,6 +111,7 @@ class GrammarCompiler:
     ) -> None:
         require_library()
         self._vocabulary, self._digest = vocabulary, vocabulary.digest
+        self._tokens: dict[bool, tuple[bytes, ...]] = {}
         self._timeout = grammar_timeout
         self._cache = _Cache(cache_bytes)
         self._make_worker = make_worker
@@ -204,7 +207,7 @@ class GrammarCompiler:
             return native, None
         try:
             packed = worker.compile(job.key[1], job.key[2], self._timeout, lambda: self._is_unwanted(job))
-            native = self._loaded_library().unpack(packed)
+            native = self._loaded_library().unpack(job.key[1], packed)
         except (DeepInferError, Cancelled) as error:
             return None, error
         except Exception as error:
@@ -241,15 +244,26 @@ class GrammarCompiler:
         library = self._loaded_library()
 
         def accepts_start(text: bytes) -> bool:
+            if request.kind in JSON_KINDS and has_control(text):
+                return False
             return bool(library.matcher(native, self._vocabulary.eos_token_ids).accept_string(text))
 
         try:
             trigger = build_trigger(request, self._vocabulary, accepts_start)
-            grammar = CompiledGrammar(request.kind, self._vocabulary, library, native, trigger)
+            grammar = CompiledGrammar(
+                request.kind, self._vocabulary, self._tokens_of(request.kind), library, native, trigger
+            )
         except Exception as error:
             _fail(future, error)
             return
         _resolve(future, grammar)
+
+    def _tokens_of(self, kind: GrammarKind) -> tuple[bytes, ...]:
+        """Made once for the kinds that share it."""
+        is_json = kind in JSON_KINDS
+        if is_json not in self._tokens:
+            self._tokens[is_json] = grammar_tokens(self._vocabulary, kind)
+        return self._tokens[is_json]
 
     def _loaded_library(self) -> GrammarLibrary:
         with self._library_lock:

@@ -14,9 +14,11 @@ from deepinfer.grammar.schema_check import check_schema
 from deepinfer.grammar.vocabulary import Vocabulary
 from deepinfer.sampling.structured import GrammarKind
 
-__all__ = ["GrammarLibrary", "clean_message", "require_library"]
+__all__ = ["JSON_KINDS", "GrammarLibrary", "clean_message", "grammar_tokens", "has_control", "require_library"]
 
 _SOURCE_PREFIX = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: (?:Check failed: \(.*?\) is false: )?(?:Warning: )?")
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+JSON_KINDS: tuple[GrammarKind, ...] = ("json_schema", "json_object")
 
 
 def require_library() -> None:
@@ -36,6 +38,22 @@ def clean_message(text: str) -> str:
     return " ".join(_SOURCE_PREFIX.sub("", text).split())
 
 
+def grammar_tokens(vocabulary: Vocabulary, kind: GrammarKind) -> tuple[bytes, ...]:
+    """Text of each token as a kind of grammar may use it; empty for what it may not.
+
+    JSON has no control characters but line breaks, which only separate, never within a string. The library allows
+    others in strings of limited length, so that tokens with them are taken away.
+    """
+    if kind not in JSON_KINDS:
+        return vocabulary.tokens
+    return tuple(b"" if has_control(text) else text for text in vocabulary.tokens)
+
+
+def has_control(text: bytes) -> bool:
+    """Whether there is a control character other than a line break."""
+    return _CONTROL.search(text) is not None
+
+
 class GrammarLibrary:
     """Compiles grammars for one vocabulary and carries compiled ones between processes.
 
@@ -49,14 +67,21 @@ class GrammarLibrary:
         import xgrammar
 
         self._library = xgrammar
-        self._tokens = xgrammar.TokenizerInfo(
-            list(vocabulary.tokens),
-            xgrammar.VocabType.RAW,
-            vocab_size=vocabulary.size,
-            stop_token_ids=list(vocabulary.eos_token_ids),
-        )
-        self._compiler = xgrammar.GrammarCompiler(self._tokens, max_threads=1, cache_enabled=False)
-        self._words = vocabulary.words
+        self._vocabulary = vocabulary
+        self._bound: dict[bool, tuple[Any, Any]] = {}
+
+    def _bind(self, kind: GrammarKind) -> tuple[Any, Any]:
+        """Token table and compiler for a kind of grammar."""
+        is_json = kind in JSON_KINDS
+        if is_json not in self._bound:
+            tokens = self._library.TokenizerInfo(
+                list(grammar_tokens(self._vocabulary, kind)),
+                self._library.VocabType.RAW,
+                vocab_size=self._vocabulary.size,
+                stop_token_ids=list(self._vocabulary.eos_token_ids),
+            )
+            self._bound[is_json] = (tokens, self._library.GrammarCompiler(tokens, max_threads=1, cache_enabled=False))
+        return self._bound[is_json]
 
     def compile(self, kind: GrammarKind, text: str) -> Any:
         """Compile a grammar; may be slow, and with a hostile grammar endless or fatal to the process.
@@ -73,34 +98,35 @@ class GrammarLibrary:
             if isinstance(error, GrammarError):
                 raise
             raise GrammarError(f"structured_output.{kind}: {clean_message(str(error))}") from error
-        row = np.zeros((1, self._words), np.int32)
+        row = np.zeros((1, self._vocabulary.words), np.int32)
         self._library.GrammarMatcher(compiled).fill_next_token_bitmask(row, 0)
         if not row.any():
             raise GrammarError(f"structured_output.{kind}: no text of this vocabulary matches the grammar")
         return compiled
 
     def _compile(self, kind: GrammarKind, text: str) -> Any:
+        compiler = self._bind(kind)[1]
         match kind:
             case "regex":
-                return self._compiler.compile_regex(text)
+                return compiler.compile_regex(text)
             case "ebnf":
-                return self._compiler.compile_grammar(text)
+                return compiler.compile_grammar(text)
             case "choices":
                 alternatives = " | ".join(map(_literal, json.loads(text)))
-                return self._compiler.compile_grammar(f"root ::= {alternatives}\n")
+                return compiler.compile_grammar(f"root ::= {alternatives}\n")
             case "json_object":
-                return self._compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
+                return compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
             case "json_schema":
                 check_schema(text)
-                return self._compiler.compile_json_schema(text)
+                return compiler.compile_json_schema(text)
 
     def pack(self, compiled: Any) -> bytes:
         """A compiled grammar as bytes."""
         return str(compiled.serialize_json()).encode()
 
-    def unpack(self, packed: bytes) -> Any:
+    def unpack(self, kind: GrammarKind, packed: bytes) -> Any:
         """The compiled grammar of `pack`, made by a library of the same version and vocabulary."""
-        return self._library.CompiledGrammar.deserialize_json(packed.decode(), self._tokens)
+        return self._library.CompiledGrammar.deserialize_json(packed.decode(), self._bind(kind)[0])
 
     def matcher(self, compiled: Any, stop_token_ids: tuple[int, ...]) -> Any:
         """A fresh matcher that ends at any of these ids once the text is complete."""

@@ -110,13 +110,13 @@ class Matcher:
 
     def _accept_in_grammar(self, token: int) -> bool:
         ends = token in self._ends
-        has_text = bool(self._grammar.vocabulary.tokens[token])
-        if ends and has_text:
+        has_text = bool(self._grammar.tokens[token])
+        if token in self._text_ends:
             if not self._guarded("is_completed"):
                 return False
         elif not (ends or has_text) or not self._guarded("accept_token", token):
             return False
-        self._history.append(IN_GRAMMAR * 2 + (not (ends and has_text)))
+        self._history.append(IN_GRAMMAR * 2 + (token not in self._text_ends))
         if ends:
             self._state = ENDED
         return True

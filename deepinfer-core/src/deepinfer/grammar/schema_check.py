@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,6 +29,9 @@ _OF_TYPE = {
 }  # fmt: skip
 _CONSTRAINTS = ("type", *(name for names in _OF_TYPE.values() for name in names))
 _IMPLY_TYPE = ("properties", "patternProperties", "items", "prefixItems")
+_NEGATED_CLASS = re.compile(r"\[\^(?:\\.|[^\]\\])*\]", re.DOTALL)
+_PATTERN_ITEM = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|c.|.)|.", re.DOTALL)
+_CONTROL_ESCAPE = re.compile(r"\\(?:[nrtfv0]|c.|x[01][0-9a-fA-F]|u00[01][0-9a-fA-F]|x22|u0022|x5[cC]|u005[cC])")
 _CHILD = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
 _CHILD_LIST = ("prefixItems", "anyOf", "oneOf", "allOf")
 _CHILD_MAP = ("properties", "patternProperties", "$defs", "definitions")
@@ -68,6 +72,19 @@ def _problems(schema: Mapping[str, Any]) -> Iterator[str]:
                 if name in schema:
                     yield f'{name!r} has no effect without a type; add "type": "{kind}"'
     yield from _object_problems(schema)
+    if "multipleOf" in schema and any(name in schema for name in _OF_TYPE["number"][:4]):
+        yield "'multipleOf' has no effect beside a range; use one of them"
+    if isinstance(schema.get("pattern"), str) and (wrong := _needs_escape(schema["pattern"])) is not None:
+        yield f"the pattern may match {wrong}, which a JSON string cannot hold as it is; exclude it"
+
+
+def _needs_escape(pattern: str) -> str | None:
+    """What a pattern asks for that JSON would write as an escape: the compiler matches the raw text."""
+    for item in _PATTERN_ITEM.finditer(_NEGATED_CLASS.sub("", pattern)):
+        text = item.group()
+        if text in ('"', '\\"', "\\\\") or ord(text[0]) < 0x20 or _CONTROL_ESCAPE.fullmatch(text):
+            return repr(text)
+    return None
 
 
 def _type_beside(deciding: str, schema: Mapping[str, Any]) -> Iterator[str]:
