@@ -15,12 +15,13 @@ from deepinfer.checkpoint.synthetic import make_checkpoint
 from deepinfer.models.deepseek_v41.spec import DeepseekV41
 from support.golden import golden_sets, load_model
 
-__all__ = ["FEW", "MANY", "MODELS", "property_model", "random_tokens", "tiny_checkpoint"]
+__all__ = ["FEW", "GOLDEN_SLOW", "MANY", "MODELS", "property_model", "random_tokens", "tiny_checkpoint"]
 
 PAGE_SIZE = 8
 """Small, so that every sequence spans several pages."""
 
 MODELS = ["tiny-release", "tiny-float32", "golden-release"]
+GOLDEN_SLOW = [*MODELS[:2], pytest.param(MODELS[2], marks=pytest.mark.slow)]
 
 FEW = settings(
     max_examples=4,

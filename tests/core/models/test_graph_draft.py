@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 import torch
 from support.driver import Driver
-from support.models import MODELS, property_model, random_tokens
+from support.models import GOLDEN_SLOW, property_model, random_tokens
 
 from deepinfer.cache.layout import POISON
 from deepinfer.models.deepseek_v41.graph import Graph
 from deepinfer.models.deepseek_v41.spec import DeepseekV41
 from deepinfer.ops.draft import DraftResult
 
-pytestmark = pytest.mark.parametrize("name", MODELS)
+pytestmark = pytest.mark.parametrize("name", GOLDEN_SLOW)
 
 
 def _driver(model: DeepseekV41, length: int, graph: Graph | None = None) -> Driver:

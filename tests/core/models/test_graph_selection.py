@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.driver import Driver
-from support.models import MODELS, property_model, random_tokens
+from support.models import GOLDEN_SLOW, property_model, random_tokens
 from support.recorder import Call, Recorder, recording_graph
 from torch import Tensor
 
 from deepinfer.models.deepseek_v41.graph import Graph
 from deepinfer.models.deepseek_v41.spec import DeepseekV41
 
-pytestmark = pytest.mark.parametrize("name", MODELS)
+pytestmark = pytest.mark.parametrize("name", GOLDEN_SLOW)
 
 RECORDED = ("select_topk", "candidate_blocks", "index_select", "sparse_attention", "index_scores")
 
