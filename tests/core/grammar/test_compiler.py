@@ -176,6 +176,7 @@ def test_library_must_be_installed(tiny_vocabulary: Vocabulary, monkeypatch: pyt
     ("grammar", "message"),
     [
         ({"regex": "("}, "regex: Regex parsing error at position 2: The parenthesis is not closed."),
+        ({"regex": "....("}, "regex: Regex parsing error at position 6: The parenthesis is not closed."),
         ({"regex": "(?=a)b"}, "regex: .*Lookahead is not supported"),
         ({"regex": r"(a)\1"}, "regex: .*Backreference is not supported"),
         ({"regex": "[z-a]"}, "regex: .*lower bound is larger than upper bound"),

@@ -19,7 +19,7 @@ from deepinfer.grammar import Vocabulary
 
 EOS = 1
 Compile = Callable[..., Any]
-WALKS = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+WALKS = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CLOSING = (b'"', b"}", b"]", b")", b"!", b"@", b".", b"com", b"org", b"m", b"o", b"r", b"c", b"g", b"")
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -66,6 +66,7 @@ REGEXES = [
     r"",
     r"\{\"x\":\d\}",
     r".{0,12}",
+    r"a\..[.]\[.\].",
 ]
 
 
@@ -74,7 +75,8 @@ REGEXES = [
 @given(seed=SEEDS)
 def test_regex(pattern: str, seed: int, compile_grammar: Compile, vocabulary: Vocabulary) -> None:
     text = walk(compile_grammar(regex=pattern).matcher(), vocabulary, seed)
-    assert re.fullmatch(pattern, text), repr(text)
+    # \s is that of ECMAScript, which counts the byte order mark as space
+    assert re.fullmatch(pattern, text.replace("\ufeff", " ")), repr(text)
 
 
 SCHEMAS: list[Any] = [

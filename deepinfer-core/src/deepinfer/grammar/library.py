@@ -18,6 +18,7 @@ __all__ = ["JSON_KINDS", "GrammarLibrary", "clean_message", "grammar_tokens", "h
 
 _SOURCE_PREFIX = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: (?:Check failed: \(.*?\) is false: )?(?:Warning: )?")
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+_PATTERN_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
 JSON_KINDS: tuple[GrammarKind, ...] = ("json_schema", "json_object")
 
 
@@ -108,7 +109,8 @@ class GrammarLibrary:
         compiler = self._bind(kind)[1]
         match kind:
             case "regex":
-                return compiler.compile_regex(text)
+                self._library.Grammar.from_regex(text)  # so that an error speaks of the user's positions
+                return compiler.compile_regex(_PATTERN_PART.sub(_plain_dot, text))
             case "ebnf":
                 return compiler.compile_grammar(text)
             case "choices":
@@ -135,6 +137,11 @@ class GrammarLibrary:
     def batch(self, threads: int) -> Any:
         """Fills the masks of many matchers at once on this many threads."""
         return self._library.BatchGrammarMatcher(max_threads=threads)
+
+
+def _plain_dot(part: re.Match[str]) -> str:
+    """A dot is any character but a line feed; to the library it is any character."""
+    return r"[^\n]" if part.group() == "." else part.group()
 
 
 def _literal(text: str) -> str:

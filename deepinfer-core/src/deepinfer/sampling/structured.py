@@ -30,7 +30,8 @@ class StructuredOutput:
     process boundary as they are.
 
     Attributes:
-        regex: the whole output matches this expression (no look-around, no back-references).
+        regex: the whole output matches this expression. No look-around, word boundaries, back-references or inline
+            flags; `.` is anything but a line feed, `\\d` and `\\w` are ASCII, `\\s` also matches U+FEFF.
         json_schema: a schema as dict, JSON text or pydantic model class; kept as JSON text. Properties come in the
             order of the schema, and only those that it names.
         ebnf: rules `name ::= ...`, starting at `root`.
