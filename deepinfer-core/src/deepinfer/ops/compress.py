@@ -248,7 +248,7 @@ def _compress_sample(
     }
     unread = {"latent": idle, "cos": idle, "sin": idle}
     if cache.state is not None:
-        carried = _carried(step, *cache.state.shape[:2], ratio)
+        carried = _carried(step, cache.state.shape[0], cache.state.shape[1], ratio)
         unread |= {"gate": idle, "cache.state": ~carried}
     row_args = ("latent", "gate", "step", "cos", "sin")
     return Sample(f"{shape.label}, ratio {ratio}", arguments, row_args, unread, idle)

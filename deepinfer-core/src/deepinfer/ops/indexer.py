@@ -64,18 +64,19 @@ def _score_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
     grouped = [part.unflatten(0, (pages + 1, per_page)).flatten(1) for part in (codes, scales)]
     table = (1 + torch.randperm(pages, generator=generator)).view(2, pages // 2).to(torch.int32)
     for label, rows in row_counts(size):
+        slots = torch.randint(0, 2, (rows,), generator=generator)
         arguments = {
             "query": normal(generator, rows, heads, width),
             "weights": normal(generator, rows, heads),
             "keys": torch.cat(grouped, dim=1),
             "key_format": row_format,
-            "slots": torch.randint(0, 2, (rows,), generator=generator),
+            "slots": slots,
             "visible": torch.randint(0, per_page * pages // 2 + 1, (rows,), generator=generator),
             "page_table": table,
             "entries_per_page": per_page,
         }
         unread = torch.ones(pages + 1, dtype=torch.bool)
-        unread[table[arguments["slots"].unique()].long()] = False
+        unread[table[slots.unique()].long()] = False
         yield Sample(label, arguments, ("query", "weights", "slots", "visible"), {"keys": unread})
 
 
