@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import nox
 
 nox.options.default_venv_backend = "virtualenv"
@@ -11,18 +9,24 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "docs", "tests"]
 
 PACKAGES = ("-e", "./deepinfer-core", "-e", "./deepinfer-recipe-bindings")
+EXTRAS = ("-e", "./deepinfer-core[structured]", "-e", "./deepinfer-recipe-bindings")
 GROUPS = nox.project.load_toml("pyproject.toml")
 
 
-def _install(session: nox.Session, group: str) -> None:
+def _install(session: nox.Session, group: str, packages: tuple[str, ...] = PACKAGES) -> None:
     """Install both distributions together with a dependency group of the root pyproject.toml."""
-    session.install("-q", *nox.project.dependency_groups(GROUPS, group), *PACKAGES)
+    session.install("-q", *nox.project.dependency_groups(GROUPS, group), *packages)
 
 
 def _pytest(session: nox.Session, *arguments: str) -> None:
-    _install(session, "test")
-    # Tiny products gain nothing from threads; on a busy machine threads that wait for each other cost a factor of ten.
-    session.run("pytest", "-q", "--durations=10", *arguments, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    _install(session, "test", EXTRAS)
+    environment = {
+        # Tiny products gain nothing from threads; on a busy machine, threads that wait cost a factor of ten.
+        "OMP_NUM_THREADS": "1",
+        # Tests of the optional extra must not be skipped where it is installed on purpose.
+        "DEEPINFER_TEST_STRUCTURED": "1",
+    }
+    session.run("pytest", "-q", "--durations=10", *arguments, *session.posargs, env=environment)
 
 
 @nox.session
@@ -71,5 +75,4 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure the engine on the CPU backend; arguments go to the benchmark."""
     _install(session, "test")
-    for script in sorted(Path("benchmarks").glob("bench_*.py")):
-        session.run("python", str(script), *session.posargs)
+    session.run("python", "benchmarks/cpu.py", *session.posargs)

@@ -47,6 +47,8 @@ def operations() -> str:
             function = contract.reference or contract.compose
             call = inspect.signature(function) if function and contract.reference else None
             facts = [f"determinism: **{contract.determinism}**"]
+            if contract.tolerance.rtol or contract.tolerance.bf16_rtol:
+                facts.append(_tolerance(contract.tolerance))
             if contract.uses:
                 facts.append("composed of " + ", ".join(f"`{name}`" for name in contract.uses))
             if contract.mutates:
@@ -56,6 +58,12 @@ def operations() -> str:
                 parts.append(f"```python\n{_call(contract.name, call)}\n```")
             parts.append(_docstring(contract.doc))
     return "\n\n".join(parts)
+
+
+def _tolerance(tolerance: Any) -> str:
+    """Allowed distance to the float64 result, in one phrase."""
+    text = f"within {tolerance.rtol:.0e} (float32), {tolerance.bf16_rtol:.0e} (bfloat16) of float64"
+    return text + (f", codes flip in at most {tolerance.flip_share:.0e}" if tolerance.flip_share else "")
 
 
 def hooks() -> str:

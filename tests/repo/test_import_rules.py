@@ -46,7 +46,7 @@ def test_every_room_has_its_layer():
 def test_only_the_engine_and_the_command_line_see_all_rooms():
     forbidden = contract("backends")["forbidden_modules"]
     rooms = {f"deepinfer.{path.parent.name}" for path in CORE.glob("*/__init__.py")}
-    assert rooms - set(forbidden) - {"deepinfer.grammar"} == {"deepinfer.api", "deepinfer.cpu"}
+    assert rooms - set(forbidden) == {"deepinfer.api", "deepinfer.cpu"}
 
 
 @pytest.mark.parametrize("module", ["deepinfer", "deepinfer.api.descriptor", *DESCRIPTORS])

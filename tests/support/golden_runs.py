@@ -34,7 +34,7 @@ class GreedyRun:
     """A prompt and its continuation, one token at a time over the caches.
 
     Attributes:
-        logits: [len, V] of the prompt. ids: the 24 tokens. choosing: [24, V] logits that chose each of them.
+        logits: [len, V] of the prompt. ids: the 24 tokens (fewer in float64). choosing: [24, V] logits that chose each of them.
         drafts: by number of greedy tokens that were run.
     """
 
@@ -46,17 +46,21 @@ class GreedyRun:
 
 @functools.cache
 def greedy_run(prompt: Prompt, dtype: torch.dtype, mode: str, chunk: int = 0) -> GreedyRun:
-    """Prefill (whole, or in chunks), then 24 greedy tokens with draft passes where the set has them."""
+    """Prefill (whole, or in chunks), then 24 greedy tokens with draft passes where the set has them.
+
+    In float64 the continuation ends with the last draft pass.
+    """
+    steps = STEPS if dtype is torch.float32 else max(prompt.draft_steps, default=0) + 1
     model = prompt.golden.model(dtype, mode)
     pages = -(-(prompt.length + STEPS + 2) // model.layout.page_size)
     driver = Driver(model, slots=1, pages=pages)
     driver.admit(1)
     logits = driver.prefill(1, prompt.ids, [chunk] * (prompt.length // chunk) if chunk else ())
     choosing, ids, drafts = [logits[-1]], [int(logits[-1].argmax())], {}
-    for step in range(STEPS):
+    for step in range(steps):
         if step in prompt.draft_steps:
             drafts[step] = _draft(driver, ids[-1], prompt.length + step)
-        if step == STEPS - 1:
+        if step == steps - 1:
             break
         choosing.append(driver.decode(1))
         ids.append(int(choosing[-1].argmax()))

@@ -9,18 +9,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
 
 from deepinfer.checkpoint.synthetic import make_checkpoint
 from deepinfer.models.deepseek_v41.spec import DeepseekV41
 from support.golden import golden_sets, load_model
 
-__all__ = ["MODELS", "RELEASE_ONLY", "property_model", "random_tokens", "tiny_checkpoint"]
+__all__ = ["FEW", "GOLDEN_SLOW", "MANY", "MODELS", "property_model", "random_tokens", "tiny_checkpoint"]
 
 PAGE_SIZE = 8
 """Small, so that every sequence spans several pages."""
 
 MODELS = ["tiny-release", "tiny-float32", "golden-release"]
-RELEASE_ONLY = ["tiny-release", "golden-release"]
+GOLDEN_SLOW = [*MODELS[:2], pytest.param(MODELS[2], marks=pytest.mark.slow)]
+
+FEW = settings(
+    max_examples=4,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+MANY = settings(FEW, max_examples=40, derandomize=False)
+"""Budgets of property tests: the default run repeats the same few examples, the slow one draws new ones."""
 
 
 @functools.cache

@@ -6,23 +6,13 @@ import functools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.driver import Driver, Part
-from support.models import MODELS, property_model, random_tokens
+from support.models import FEW, MANY, MODELS, property_model, random_tokens
 from torch import Tensor
 
 from deepinfer.models.deepseek_v41.spec import DeepseekV41
-
-FEW = settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-MANY = settings(FEW, max_examples=60, derandomize=False)
 
 pytestmark = pytest.mark.parametrize("name", MODELS)
 

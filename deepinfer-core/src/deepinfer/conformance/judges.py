@@ -109,12 +109,12 @@ def _project(
     """Projections by value, the window rows code by code."""
     actual, right = outcome[0], expected[0]
     names = ("query", "index_query", "index_weights", "latent", "gate")
-    parts = [{name: getattr(side, name) for name in names} for side in (actual, right)]
+    found, wanted = ({name: getattr(side, name) for name in names} for side in (actual, right))
     row_format = inputs["weights"].window_format
     weights = replace(inputs["weights"], window_format=_plain(row_format.width))
     plain = exact.qkv_project(**{**inputs, "weights": weights}).window_rows.view(torch.float64)
     share = contract.tolerance.flip_share
-    return difference(*parts, _near(contract, rtol)) or _named(
+    return difference(found, wanted, _near(contract, rtol)) or _named(
         "window_rows", code_difference(actual.window_rows.cpu(), right.window_rows, plain, row_format, share)
     )
 
@@ -142,7 +142,9 @@ def _compress(
     exact.compress_entries(**{**inputs, "cache": plain})
     share = contract.tolerance.flip_share
     places = torch.arange(plain.entries.shape[0] * plain.entries_per_page)[None]
-    keys = [exact.gather_index_keys(side.index_keys.cpu(), places, right.index_format)[0] for side in (actual, right)]
+    keys, right_keys = (
+        exact.gather_index_keys(side.index_keys.cpu(), places, right.index_format)[0] for side in (actual, right)
+    )
     values = plain.index_keys.contiguous().view(torch.float64).view(len(places[0]), -1)
     entries = plain.entries.contiguous().view(torch.float64)
     state = None
@@ -150,7 +152,7 @@ def _compress(
         state = _named("state", bit_difference(actual.state.cpu(), right.state))
     return (
         _named("entries", code_difference(actual.entries.cpu(), right.entries, entries, right.entry_format, share))
-        or _named("index keys", code_difference(*keys, values, right.index_format, share))
+        or _named("index keys", code_difference(keys, right_keys, values, right.index_format, share))
         or state
     )
 

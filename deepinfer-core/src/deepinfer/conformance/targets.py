@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from deepinfer.api.backend import Backend, Numerics, Shard, WeightGroup, WeightPart
+from deepinfer.api.backend import Backend, Numerics, Shard, WeightGroup, WeightKind, WeightPart
 from deepinfer.api.ops import Determinism, Mixes, OpContract, RawWeight, RowsInput, Selection
 from deepinfer.backend.binder import Binding, dependency_order
 from deepinfer.backend.kernels import KernelTable
@@ -117,7 +117,7 @@ class Target:
             WeightPart(name, tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype) or _byte_kind(name))
             for name, tensor in raw.tensors.items()
         )
-        group = WeightGroup("under test", raw.kind, parts)
+        group = WeightGroup("under test", cast(WeightKind, raw.kind), parts)
         placement = self.backend.plan_weights([group], Shard(), self.numerics)[0]
         return self.backend.load(placement, raw.tensors)
 
@@ -162,6 +162,6 @@ def _rounded(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 def _round_like(wide: Any, model: Any) -> Any:
     """Float64 values in the dtypes of `model`, which has the same structure."""
-    dtypes: dict[str, torch.dtype] = {}
+    dtypes: dict[str, Any] = {}
     map_leaves(lambda path, leaf: dtypes.setdefault(path, getattr(leaf, "dtype", None)), model)
     return map_leaves(lambda path, leaf: leaf.to(dtypes[path]) if isinstance(leaf, Tensor) else leaf, wide)

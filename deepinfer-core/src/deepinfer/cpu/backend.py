@@ -24,11 +24,12 @@ from deepinfer.api.backend import (
     Shard,
     WeightGroup,
 )
+from deepinfer.api.errors import CapabilityError
 from deepinfer.cpu import weights
 from deepinfer.cpu.communicator import GlooCommunicator
 from deepinfer.cpu.kernels import cpu_kernels
 from deepinfer.cpu.runtime import CpuRuntime
-from deepinfer.cpu.self_check import row_variant_products
+from deepinfer.cpu.self_check import row_variant_products, row_variant_shapes, row_variant_work
 
 __all__ = ["CpuBackend", "create_backend"]
 
@@ -75,7 +76,20 @@ class CpuBackend(Backend):
         return cpu_kernels(numerics)
 
     def plan_weights(self, groups: Sequence[WeightGroup], shard: Shard, numerics: Numerics) -> list[Placement]:
-        """Form and bytes of each group."""
+        """Form and bytes of each group.
+
+        Raises:
+            CapabilityError: more than one shard; or row-invariant mode, and the arithmetic of this machine, tried on
+                the shapes of these groups, does not keep rows independent.
+        """
+        if numerics.batch_invariant:
+            dtype = numerics.compute_dtype
+            found = (*row_variant_work(), *row_variant_shapes(weights.product_shapes(groups), dtype))
+            if found:
+                raise CapabilityError(
+                    f"DEEPINFER_BATCH_INVARIANT=1 cannot be kept here: rows depend on their neighbours in "
+                    f"{', '.join(found)}; unset it, or report the processor and the version of PyTorch"
+                )
         return weights.plan_weights(groups, shard, numerics)
 
     def load(self, placement: Placement, raw: Mapping[str, torch.Tensor]) -> Handle:
@@ -88,9 +102,9 @@ class CpuBackend(Backend):
 
     def doctor(self) -> list[Check]:
         """Test on this machine that a row's bits do not depend on its neighbours."""
-        found = row_variant_products()
+        found = tuple(dict.fromkeys((*row_variant_products(), *row_variant_work(), *row_variant_work(1))))
         if not found:
-            return [Check("row-invariance of cpu", "ok", "products of this machine keep rows independent")]
+            return [Check("row-invariance of cpu", "ok", "arithmetic of this machine keeps rows independent")]
         detail = f"rows depend on their neighbours in: {', '.join(found)}; DEEPINFER_BATCH_INVARIANT=1 is refused"
         return [Check("row-invariance of cpu", "warning", detail, "report the processor and the version of PyTorch")]
 

@@ -17,7 +17,7 @@ from deepinfer.api.errors import CapabilityError
 from deepinfer.api.formats import dequantise_fp4, dequantise_fp8, pack_fp4, scale_values
 from deepinfer.api.ops import DenseWeight, EngramTable, ExpertWeights
 
-__all__ = ["load", "plan_weights", "unpack"]
+__all__ = ["load", "plan_weights", "product_shapes", "unpack"]
 
 LAYOUT = "dense:{dtype}"
 E2M1_CODES = {0.0: 0, 0.5: 1, 1.0: 2, 1.5: 3, 2.0: 4, 3.0: 5, 4.0: 6, 6.0: 7}
@@ -32,6 +32,19 @@ def plan_weights(groups: Sequence[WeightGroup], shard: Shard, numerics: Numerics
     if shard.size != 1:
         raise CapabilityError(f"the CPU backend holds whole weights; got shard {shard.rank} of {shard.size}")
     return [_plan(group, numerics) for group in groups]
+
+
+def product_shapes(groups: Sequence[WeightGroup]) -> tuple[tuple[int, int], ...]:
+    """Distinct (outputs, inputs) of the matrix products with these groups, fused parts as one matrix."""
+    shapes: set[tuple[int, int]] = set()
+    for group in groups:
+        parts = [part.shape for part in group.parts if part.dtype != "F8_E8M0" and len(part.shape) == 2]
+        if group.kind == "fp4_experts":
+            up, _, down = parts[:3]
+            shapes |= {(2 * up[0], 2 * up[1]), (down[0], 2 * down[1])}
+        elif group.kind != "fp8_rows" and parts:
+            shapes.add((sum(shape[0] for shape in parts), parts[0][1]))
+    return tuple(sorted(shapes))
 
 
 def _plan(group: WeightGroup, numerics: Numerics) -> Placement:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, op
 from deepinfer.ops.quant import FP4_BLOCK32, RowFormat, pack_rows
-from deepinfer.ops.sample_inputs import normal, row_counts
+from deepinfer.ops.sample_inputs import normal, random_step, row_counts, step_shapes, window_reads
 
 __all__ = [
     "commit_window",
@@ -34,32 +34,28 @@ def _bytes(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
 
 
+_WINDOW_SIZES = {"tiny": (4, 6, 8), "odd": (5, 7, 33), "real": (128, 144, 528)}
+"""Window, ring length and row bytes of samples."""
+
+
 def _window_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    window, length, row_bytes = {"tiny": (4, 6, 8), "odd": (5, 7, 33), "real": (128, 144, 528)}[size]
-    ring = _bytes(generator, 5, length, row_bytes)
-    cases = {"decode rows": ([3, 9, 0], [1, 1, 1]), "mixed chunk": ([0, window + 3, 2], [2 * window, 1, 3])}
-    for label, (starts, counts) in cases.items():
-        positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
-        repeats = torch.tensor(counts)
-        rows = positions.shape[0]
-        low = torch.zeros(rows, dtype=torch.int64)
-        yield Sample(
-            label,
-            {
-                "ring": ring,
-                "step_rows": _bytes(generator, rows, row_bytes),
-                "slots": torch.tensor([1, 2, 4]).repeat_interleave(repeats),
-                "positions": positions,
-                "first_positions": torch.tensor(starts).repeat_interleave(repeats),
-                "first_rows": (torch.cumsum(repeats, 0) - repeats).repeat_interleave(repeats),
-                "window_low": low,
-                "window": window,
-            },
-        )
-    nothing = torch.full((2,), -1)
-    arguments = dict.fromkeys(("slots", "positions", "first_positions", "first_rows"), nothing)
-    arguments |= {"ring": ring, "step_rows": _bytes(generator, 2, row_bytes), "window_low": torch.zeros(2).long()}
-    yield Sample("padding rows", {**arguments, "window": window})
+    window, length, row_bytes = _WINDOW_SIZES[size]
+    for shape in step_shapes(size, window):
+        step = random_step(generator, shape, page_size=window, ring_length=length)
+        slots, rows = step.page_table.shape[0], step.slots.shape[0]
+        low = torch.where(step.slots >= 0, torch.randint(0, 3, (rows,), generator=generator), -1)
+        arguments = {
+            "ring": _bytes(generator, slots, length, row_bytes),
+            "step_rows": _bytes(generator, rows, row_bytes),
+            "slots": step.slots,
+            "positions": step.positions,
+            "first_positions": step.first_positions,
+            "first_rows": step.first_rows,
+            "window_low": low,
+        }
+        needed = window_reads(step.slots, step.first_positions, slots, length, window)
+        unread = {"ring": ~needed, "step_rows": step.slots < 0}
+        yield Sample(shape.label, {**arguments, "window": window}, tuple(arguments)[1:], unread)
 
 
 @op(samples=_window_samples, determinism=Determinism.EXACT, tolerance=EXACT)
@@ -98,14 +94,15 @@ def gather_window(
 
 
 def _commit_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    length, row_bytes = {"tiny": (6, 8), "odd": (7, 33), "real": (144, 528)}[size]
-    ring = _bytes(generator, 5, length, row_bytes)
-    commit = torch.tensor([0, 1, -1, length - 1, 2])
-    slots = torch.tensor([1, 1, 2, 3, -1])
-    arguments = {"ring": ring, "step_rows": _bytes(generator, 5, row_bytes), "slots": slots, "commit_rows": commit}
-    yield Sample("some rows", arguments)
-    empty = {"step_rows": _bytes(generator, 0, row_bytes), "slots": slots[:0], "commit_rows": commit[:0]}
-    yield Sample("empty", {"ring": ring, **empty})
+    window, length, row_bytes = _WINDOW_SIZES[size]
+    for shape in step_shapes(size, window):
+        step = random_step(generator, shape, page_size=window, ring_length=length)
+        slots, rows = step.page_table.shape[0], step.slots.shape[0]
+        commit = step.commit_rows.masked_fill(torch.rand(rows, generator=generator) < 0.2, -1)
+        arguments = {"step_rows": _bytes(generator, rows, row_bytes), "slots": step.slots, "commit_rows": commit}
+        unread = {"ring": torch.ones(slots).bool(), "step_rows": commit < 0}
+        ring = _bytes(generator, slots, length, row_bytes)
+        yield Sample(shape.label, {"ring": ring, **arguments}, tuple(arguments), unread)
 
 
 @op(samples=_commit_samples, determinism=Determinism.EXACT, tolerance=EXACT, mutates=("ring",))
@@ -128,8 +125,11 @@ def _resolve_samples(size: SampleSize, generator: torch.Generator) -> Iterator[S
     for label, rows in row_counts(size):
         entries = torch.randint(-1, 12 * per_page, (rows, k), generator=generator)
         slots = torch.randint(-1, 5, (rows,), generator=generator)
+        slots = slots.masked_fill(slots == 4, 0)
         arguments = {"entries": entries, "slots": slots, "page_table": table, "entries_per_page": per_page}
-        yield Sample(label, arguments, ("entries", "slots"))
+        unread = torch.ones(5, dtype=torch.bool)
+        unread[slots[slots >= 0]] = False
+        yield Sample(label, arguments, ("entries", "slots"), {"page_table": unread})
 
 
 @op(samples=_resolve_samples, determinism=Determinism.EXACT, tolerance=EXACT)
@@ -152,8 +152,10 @@ def _entry_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
     per_page, row_bytes, k = {"tiny": (4, 9, 3), "odd": (3, 37, 7), "real": (128, 288, 512)}[size]
     pages = _bytes(generator, 6, per_page, row_bytes)
     for label, rows in row_counts(size):
-        physical = torch.randint(-1, 6 * per_page, (rows, k), generator=generator)
-        yield Sample(label, {"pages": pages, "physical": physical}, ("physical",))
+        physical = torch.randint(per_page - 1, 5 * per_page, (rows, k), generator=generator)
+        physical = physical.masked_fill(physical < per_page, -1)
+        unread = {"pages": _other_places(physical, 6, per_page)}
+        yield Sample(label, {"pages": pages, "physical": physical}, ("physical",), unread)
 
 
 @op(samples=_entry_samples, determinism=Determinism.EXACT, tolerance=EXACT)
@@ -172,13 +174,30 @@ def gather_entries(pages: Tensor, physical: Tensor) -> Tensor:
     return rows.masked_fill_((physical < 0)[..., None], 0)
 
 
+def _places(generator: torch.Generator, rows: int, per_page: int) -> Tensor:
+    """Distinct places [rows] in the pages 1 .. 4 of 6, some of them -1."""
+    places = per_page + torch.randperm(4 * per_page, generator=generator)[:rows]
+    places = torch.cat((places, torch.full((rows - places.shape[0],), -1)))
+    return places[torch.randperm(rows, generator=generator)].masked_fill(
+        torch.rand(rows, generator=generator) < 0.2, -1
+    )
+
+
+def _other_places(physical: Tensor, pages: int, per_page: int) -> Tensor:
+    """Mask [pages, entries per page] of the places that are not named."""
+    unread = torch.ones(pages * per_page, dtype=torch.bool)
+    unread[physical[physical >= 0]] = False
+    return unread.view(pages, per_page)
+
+
 def _store_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     per_page, row_bytes = {"tiny": (4, 9), "odd": (3, 37), "real": (128, 288)}[size]
     pages = _bytes(generator, 6, per_page, row_bytes)
     for label, rows in row_counts(size):
-        physical = per_page + torch.randperm(5 * per_page, generator=generator)[:rows]
-        physical = torch.cat((physical, torch.full((rows - physical.shape[0],), -1)))
-        yield Sample(label, {"pages": pages, "rows": _bytes(generator, rows, row_bytes), "physical": physical})
+        physical = _places(generator, rows, per_page)
+        arguments = {"rows": _bytes(generator, rows, row_bytes), "physical": physical}
+        unread = {"pages": torch.ones(6, dtype=torch.bool), "rows": physical < 0}
+        yield Sample(label, {"pages": pages, **arguments}, ("rows", "physical"), unread)
 
 
 @op(samples=_store_samples, determinism=Determinism.EXACT, tolerance=EXACT, mutates=("pages",))
@@ -199,10 +218,11 @@ def _index_key_samples(size: SampleSize, generator: torch.Generator) -> Iterator
     row_format = RowFormat(FP4_BLOCK32, width)
     pages = _bytes(generator, 6, per_page * row_format.row_bytes)
     for label, rows in row_counts(size):
-        physical = per_page + torch.randperm(5 * per_page, generator=generator)[:rows]
-        physical = torch.cat((physical, torch.full((rows - physical.shape[0],), -1)))
+        physical = _places(generator, rows, per_page)
         packed = pack_rows(normal(generator, rows, width), row_format)
-        yield Sample(label, {"pages": pages, "rows": packed, "physical": physical, "row_format": row_format})
+        arguments = {"pages": pages, "rows": packed, "physical": physical, "row_format": row_format}
+        unread = {"pages": torch.ones(6, dtype=torch.bool), "rows": physical < 0}
+        yield Sample(label, arguments, ("rows", "physical"), unread)
 
 
 @op(samples=_index_key_samples, determinism=Determinism.EXACT, tolerance=EXACT, mutates=("pages",))
@@ -231,7 +251,9 @@ def _index_page_views(pages: Tensor, row_format: RowFormat) -> tuple[Tensor, Ten
 def _gather_index_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     for sample in _index_key_samples(size, generator):
         arguments = {name: sample.kwargs[name] for name in ("pages", "row_format")}
-        yield Sample(sample.label, {**arguments, "physical": sample.kwargs["physical"][:, None]}, ("physical",))
+        physical, per_page = sample.kwargs["physical"], arguments["pages"].shape[1] // arguments["row_format"].row_bytes
+        unread = {"pages": _other_places(physical, 6, per_page).all(1)}
+        yield Sample(sample.label, {**arguments, "physical": physical[:, None]}, ("physical",), unread)
 
 
 @op(samples=_gather_index_samples, determinism=Determinism.EXACT, tolerance=EXACT)
@@ -247,8 +269,11 @@ def gather_index_keys(pages: Tensor, physical: Tensor, row_format: RowFormat) ->
 def _copy_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     width = {"tiny": 16, "odd": 37, "real": 113920}[size]
     blocks = _bytes(generator, 6, width)
-    source, destination = torch.tensor([0, 2, -1, 5]), torch.tensor([3, -1, 4, 1])
-    yield Sample("some", {"blocks": blocks, "source": source, "destination": destination})
+    source, destination = torch.tensor([2, 1, -1, 5]), torch.tensor([3, -1, 4, 1])
+    unread = torch.ones(6, dtype=torch.bool)
+    unread[[2, 5]] = False
+    arguments = {"source": source, "destination": destination}
+    yield Sample("some", {"blocks": blocks, **arguments}, tuple(arguments), {"blocks": unread})
     yield Sample("empty", {"blocks": blocks, "source": source[:0], "destination": destination[:0]})
 
 

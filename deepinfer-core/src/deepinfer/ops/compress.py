@@ -57,30 +57,42 @@ class CompressorWeights:
     norm_eps: float
 
 
-def _pool_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+def _token_arguments(
+    size: SampleSize, generator: torch.Generator, shape: StepShape
+) -> tuple[StepInputs, dict[str, Any], Tensor]:
+    """A step, its (latent, gate) rows with a state ring, and which state rows an open group of 2 reaches back to."""
     width = {"tiny": 32, "odd": 37, "real": 512}[size]
-    state = normal(generator, 5, 7, 2, width)
-    for label, starts, counts in (
-        ("one chunk", [0], [9]),
-        ("carried groups", [3, 8, 1], [4, 1, 1]),
-        ("decode rows", [5, 6, 7], [1, 1, 1]),
-    ):
-        repeats = torch.tensor(counts)
-        positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
-        rows = positions.shape[0]
-        yield Sample(
-            label,
-            {
-                "latent": normal(generator, rows, width),
-                "gate": normal(generator, rows, width, scale=2.0),
-                "state": state,
-                "slots": torch.tensor([1, 2, 4])[: len(counts)].repeat_interleave(repeats),
-                "positions": positions,
-                "first_positions": torch.tensor(starts).repeat_interleave(repeats),
-                "first_rows": (torch.cumsum(repeats, 0) - repeats).repeat_interleave(repeats),
-                "ratio": 2,
-            },
-        )
+    step = random_step(generator, shape, page_size=4, ring_length=16)
+    rows, slots = step.slots.shape[0], step.page_table.shape[0]
+    arguments = {
+        "latent": normal(generator, rows, width),
+        "gate": normal(generator, rows, width, scale=2.0),
+        "state": normal(generator, slots, 7, 2, width),
+        "slots": step.slots,
+        "positions": step.positions,
+    }
+    return step, arguments, _carried(step, slots, 7, 2)
+
+
+def _carried(step: StepInputs, slots: int, length: int, ratio: int) -> Tensor:
+    """Mask [slots, length] of the state rows of groups that an earlier step has begun."""
+    carried = torch.zeros(slots, length, dtype=torch.bool)
+    for slot, first in zip(step.slots.tolist(), step.first_positions.tolist(), strict=True):
+        for position in range(first - first % ratio, first) if slot >= 0 else ():
+            carried[slot, position % length] = True
+    return carried
+
+
+def _pool_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    for shape in step_shapes(size, window=4):
+        step, arguments, carried = _token_arguments(size, generator, shape)
+        arguments |= {"first_positions": step.first_positions, "first_rows": step.first_rows}
+        row_args = tuple(name for name in arguments if name != "state")
+        idle = step.slots < 0
+        # Rows that complete no group read what an earlier step left, but nobody uses what they make of it.
+        unused = idle | (step.positions % 2 == 0)
+        unread = {"latent": idle, "gate": idle, "state": ~carried}
+        yield Sample(shape.label, {**arguments, "ratio": 2}, row_args, unread, unused)
 
 
 @op(samples=_pool_samples, tolerance=Tolerance(rtol=5e-6, bf16_rtol=5e-6))
@@ -115,7 +127,12 @@ def pool_groups(
     carried = state[slots.clamp(min=0)[:, None], wanted % state.shape[1]]
     latents = torch.where(in_step[..., None], latent[step_index], carried[:, :, 0])
     gates = torch.where(in_step[..., None], gate[step_index], carried[:, :, 1])
-    shares = torch.softmax(gates, dim=1)
+    # Not torch.softmax over dim 1: where the width is odd, its bits depend on the row's place in the tensor.
+    shares = torch.exp(gates - gates.amax(1, keepdim=True))
+    total = shares[:, 0]
+    for token in range(1, ratio):
+        total = total + shares[:, token]
+    shares = shares / total[:, None]
     pooled = shares[:, 0] * latents[:, 0]
     for token in range(1, ratio):
         pooled = pooled + shares[:, token] * latents[:, token]
@@ -123,14 +140,12 @@ def pool_groups(
 
 
 def _state_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    width = {"tiny": 32, "odd": 37, "real": 512}[size]
-    slots, positions = torch.tensor([1, 1, 2, -1]), torch.tensor([8, 9, 3, -1])
-    arguments = {"latent": normal(generator, 4, width), "gate": normal(generator, 4, width)}
-    last = torch.tensor([9, 9, 3, -1])
-    state = normal(generator, 5, 7, 2, width)
-    yield Sample(
-        "some rows", {"state": state, **arguments, "slots": slots, "positions": positions, "last_positions": last}
-    )
+    for shape in step_shapes(size, window=4):
+        step, arguments, carried = _token_arguments(size, generator, shape)
+        arguments["last_positions"] = step.last_positions
+        row_args = tuple(name for name in arguments if name != "state")
+        unread = {"latent": step.slots < 0, "gate": step.slots < 0, "state": torch.ones_like(carried)}
+        yield Sample(shape.label, arguments, row_args, unread)
 
 
 @op(samples=_state_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0), mutates=("state",))
@@ -151,8 +166,9 @@ def commit_compress_state(
 
 
 def _group_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    positions = torch.tensor([-1, *range({"tiny": 6, "odd": 13, "real": 300}[size])])
-    for ratio in (1, 2):
+    positions = torch.tensor([-1, *range({"tiny": 6, "odd": 40, "real": 300}[size])])
+    yield Sample("empty", {"positions": positions[:0], "ratio": 2}, ("positions",))
+    for ratio in (1, 2, 4):
         yield Sample(f"ratio {ratio}", {"positions": positions, "ratio": ratio}, ("positions",))
 
 
@@ -232,10 +248,7 @@ def _compress_sample(
     }
     unread = {"latent": idle, "cos": idle, "sin": idle}
     if cache.state is not None:
-        carried = torch.zeros(cache.state.shape[:2], dtype=torch.bool)
-        for slot, first in zip(step.slots.tolist(), step.first_positions.tolist(), strict=True):
-            for position in range(first - first % ratio, first) if slot >= 0 else ():
-                carried[slot, position % cache.state.shape[1]] = True
+        carried = _carried(step, cache.state.shape[0], cache.state.shape[1], ratio)
         unread |= {"gate": idle, "cache.state": ~carried}
     row_args = ("latent", "gate", "step", "cos", "sin")
     return Sample(f"{shape.label}, ratio {ratio}", arguments, row_args, unread, idle)

@@ -36,6 +36,7 @@ __all__ = [
     "draft_block",
     "draft_confidence",
     "draft_main_keys",
+    "draft_markov",
     "stream_mean",
 ]
 
@@ -269,7 +270,7 @@ def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
         unread = {f"rings.{stage}": ~needed for stage in range(SAMPLE_STAGES)}
         row_args = ("anchors", "positions", "slots")
         forced = uniform_ids(generator, SAMPLE_VOCAB, SAMPLE_BLOCK)
-        for choose, how in ((_Forced(forced), "forced"), (None, "free")):
+        for choose, how in ((_Forced(forced), "forced"), (None, "free"))[: 1 if label == "many" else 2]:
             yield Sample(f"{label}, {how}", {**arguments, "choose": choose}, row_args, unread, slots < 0)
 
 
@@ -281,6 +282,34 @@ class _Forced:
 
     def __call__(self, logits: Tensor, step: int) -> Tensor:
         return self.ids[step].expand(logits.shape[0]).to(logits.device)
+
+
+def _markov_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    vocab, rank = {"tiny": (32, 32), "odd": (97, 37), "real": (129_280, 256)}[size]
+    fixed = {
+        "embedding": normal(generator, vocab, rank),
+        "head": plain_weight(generator, "bf16", vocab, rank),
+    }
+    for label, rows in row_counts(size):
+        previous = uniform_ids(generator, vocab, rows).masked_fill(torch.rand(rows, generator=generator) < 0.1, -1)
+        arguments = {"logits": normal(generator, rows, vocab), "previous": previous, **fixed}
+        yield Sample(label, arguments, ("logits", "previous"))
+
+
+@composite(samples=_markov_samples, uses=("embedding", "linear_accumulate"), activations=("embedding",))
+def draft_markov(kernels: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Add the Markov term of the previous token to draft logits.
+
+    Call: (logits [S, V] accumulate dtype, previous [S] int64 where -1 is padding, embedding [V, r] compute dtype, head:
+    linear [V, r]) -> (logits [S, V], embedding rows [S, r] of the previous tokens, for the confidence).
+    """
+    rows_of, linear_accumulate = kernels.embedding, kernels.linear_accumulate
+
+    def draft_markov(logits: Tensor, previous: Tensor, embedding: Tensor, head: DenseWeight) -> tuple[Tensor, Tensor]:
+        markov = rows_of(previous, embedding)
+        return logits + linear_accumulate(Rows(markov, markov), head), markov
+
+    return draft_markov
 
 
 @composite(
@@ -296,7 +325,7 @@ class _Forced:
         "moe_block",
         "hyper_connection_head",
         "lm_head",
-        "linear_accumulate",
+        "draft_markov",
         "draft_confidence",
         "argmax_lowest",
         "rope_angles",
@@ -317,7 +346,7 @@ def draft_block(kernels: Any) -> Callable[..., DraftResult]:
     embedding, boundary, project = kernels.embedding, kernels.hyper_connection_boundary, kernels.qkv_project
     gather_window, unpack, attend = kernels.gather_window, kernels.unpack_rows, kernels.attend
     output, moe, head_of = kernels.attention_output, kernels.moe_block, kernels.hyper_connection_head
-    lm_head, linear_accumulate = kernels.lm_head, kernels.linear_accumulate
+    lm_head, markov_of = kernels.lm_head, kernels.draft_markov
     confidence_of, argmax, angles = kernels.draft_confidence, kernels.argmax_lowest, kernels.rope_angles
 
     def stage_attention(
@@ -388,8 +417,8 @@ def draft_block(kernels: Any) -> Callable[..., DraftResult]:
         base = lm_head(normed.flatten(0, 1), weights.head).unflatten(0, (-1, weights.block_size))
         previous, ids, logits, confidences = anchors, [], [], []
         for k in range(weights.block_size):
-            markov = embedding(previous, weights.markov_embedding)
-            logits.append(base[:, k] + linear_accumulate(Rows(markov, markov), weights.markov_head))
+            chosen_from, markov = markov_of(base[:, k], previous, weights.markov_embedding, weights.markov_head)
+            logits.append(chosen_from)
             confidences.append(confidence_of(hidden[:, k], markov, weights.confidence))
             previous = argmax(logits[k]) if choose is None else choose(logits[k], k)
             ids.append(previous)

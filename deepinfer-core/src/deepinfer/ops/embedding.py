@@ -21,9 +21,11 @@ LOGIT_ROW_BLOCK = 256
 def _embedding_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     vocab, d = {"tiny": (32, 64), "odd": (33, 67), "real": (8192, 5120)}[size]
     table = normal(generator, vocab, d)
-    for label, rows in row_counts(size):
-        yield Sample(label, {"ids": uniform_ids(generator, vocab, rows), "table": table}, ("ids",))
-    yield Sample("padding rows", {"ids": torch.tensor([-1, 0, vocab - 1, -1]), "table": table}, ("ids",))
+    cases = [(label, uniform_ids(generator, vocab, rows)) for label, rows in row_counts(size)]
+    for label, ids in (*cases, ("padding rows", torch.tensor([-1, 1, vocab - 2, -1]))):
+        unread = torch.ones(vocab, dtype=torch.bool)
+        unread[ids[ids >= 0]] = False
+        yield Sample(label, {"ids": ids, "table": table}, ("ids",), {"table": unread})
 
 
 @op(samples=_embedding_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0), activations=("table",))

@@ -15,7 +15,16 @@ from deepinfer.ops.handles import DenseWeight, ExpertWeights, Rows, accumulate_d
 from deepinfer.ops.quant import FP8_BLOCK32, RowFormat
 from deepinfer.ops.sample_inputs import RawWeight, RowsInput, fp4_bytes, fp8_weight, normal, plain_weight, row_counts
 
-__all__ = ["MoeWeights", "expert_ffn", "gated_activation", "moe_block", "moe_combine", "route", "sample_moe"]
+__all__ = [
+    "MoeWeights",
+    "expert_ffn",
+    "gated_activation",
+    "moe_block",
+    "moe_combine",
+    "moe_dispatch",
+    "route",
+    "sample_moe",
+]
 
 ROUTER_SUM_GUARD = 1e-20
 
@@ -135,8 +144,36 @@ def _expert_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
         yield Sample(label, arguments, ("rows", "ids", "weights"))
 
 
+def _dispatch_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
+    experts, k = {"tiny": (4, 2), "odd": (17, 3), "real": (384, 6)}[size]
+    for label, rows in row_counts(size):
+        ids = torch.rand(rows, experts, generator=generator).argsort(dim=1)[:, :k]
+        ids = ids.masked_fill(torch.rand(rows, 1, generator=generator) < 0.2, -1)
+        yield Sample(label, {"ids": ids, "experts": experts})
+    yield Sample("one expert", {"ids": torch.full((5, 1), experts - 1), "experts": experts})
+    yield Sample("nothing chosen", {"ids": torch.full((3, k), -1), "experts": experts})
+
+
+@op(samples=_dispatch_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0))
+def moe_dispatch(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs (row, choice) in the order of their experts, so that each expert meets one run of rows.
+
+    Args:
+        ids: [T, k] int64; -1 chooses nothing. experts: E.
+
+    Returns:
+        pairs [T k] int64, row * k + choice, by expert, then by pair, -1 at the end for those without an expert;
+        counts [E] int64 of pairs per expert.
+    """
+    flat = ids.flatten()
+    pairs = torch.where(flat >= 0, flat, experts).argsort(stable=True)
+    counts = (flat[:, None] == torch.arange(experts, device=ids.device)).sum(0)
+    kept = torch.arange(flat.shape[0], device=ids.device) < counts.sum()
+    return torch.where(kept, pairs, -1), counts
+
+
 @composite(
-    uses=("linear", "gated_activation", "round_rows"),
+    uses=("moe_dispatch", "linear", "gated_activation", "round_rows"),
     samples=_expert_samples,
     determinism=Determinism.RUN_TO_RUN,
     tolerance=Tolerance(rtol=5e-6, flip_share=1e-3),
@@ -148,7 +185,8 @@ def expert_ffn(kernels: Any) -> Callable[..., Tensor]:
     Call: (rows [T, d], ids [T, k] int64 where -1 chooses nothing and gives zeros, weights [T, k], experts, limit,
     quantise: round the hidden activation to FP8 per 32 channels before the down product) -> [T, k, d] compute dtype.
     """
-    linear, activation, round_rows = kernels.linear, kernels.gated_activation, kernels.round_rows
+    dispatch, linear = kernels.moe_dispatch, kernels.linear
+    activation, round_rows = kernels.gated_activation, kernels.round_rows
 
     def product(x: Tensor, values: Tensor) -> Tensor:
         result: Tensor = linear(Rows(x, x), DenseWeight(values, quantised=True))
@@ -157,10 +195,12 @@ def expert_ffn(kernels: Any) -> Callable[..., Tensor]:
     def expert_ffn(
         rows: Rows, ids: Tensor, weights: Tensor, experts: ExpertWeights, limit: float, quantise: bool
     ) -> Tensor:
-        x, flat = rows.quantised, ids.flatten()
-        out = x.new_zeros(flat.shape[0], x.shape[1])
-        for expert in flat[flat >= 0].unique().tolist():
-            pairs = (flat == expert).nonzero().squeeze(-1)
+        x = rows.quantised
+        out = x.new_zeros(ids.numel(), x.shape[1])
+        order, counts = dispatch(ids, experts.down.shape[0])
+        for expert, pairs in enumerate(order.split([*counts.tolist(), int((order < 0).sum())])[:-1]):
+            if pairs.shape[0] == 0:
+                continue
             gate_up = product(x[pairs // ids.shape[1]], experts.gate_up[expert])
             hidden = activation(gate_up, limit, weights.flatten()[pairs])
             if quantise:
@@ -222,10 +262,10 @@ def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
             "rows": RowsInput(normal(generator, rows, d)),
             "weights": weights,
             "is_image": torch.rand(rows, generator=generator) < 0.3,
-            "live": torch.rand(rows, generator=generator) < 0.9,
         }
-        idle = ~arguments["live"]
-        yield Sample(label, arguments, ("rows", "is_image", "live"), {"rows.values": idle}, idle)
+        live = torch.rand(rows, generator=generator) < 0.9
+        idle = ~live
+        yield Sample(label, {**arguments, "live": live}, ("rows", "is_image", "live"), {"rows.values": idle}, idle)
 
 
 @composite(

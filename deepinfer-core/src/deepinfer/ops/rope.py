@@ -95,6 +95,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     if inverse:
         s = -s
     kept, tail = x[..., :-rotated], x[..., -rotated:].to(accumulate)
-    even, odd = tail[..., 0::2], tail[..., 1::2]
+    even, odd = tail.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * c - odd * s, even * s + odd * c), dim=-1).flatten(-2)
     return torch.cat((kept, turned.to(x.dtype)), dim=-1)
