@@ -20,15 +20,20 @@ STEP = CONTRACTS["sample_step"].compose(SimpleNamespace(apply_filters=apply_filt
 CALLS = {"apply_filters": apply_filters, "sample_rows": sample_rows, "sample_step": STEP}
 
 
-def filters(logits: Any, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0) -> list[bool]:
+def filters(
+    logits: Any, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0
+) -> list[bool]:
     row = torch.as_tensor(logits, dtype=torch.float32)[None]
-    scaled = apply_filters(
-        row, torch.tensor([temperature]), torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p])
-    )
+    numbers = (torch.tensor([temperature]), torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p]))
+    scaled = apply_filters(row, *numbers, torch.tensor([min_p]))
+    if min_p == 0:
+        assert torch.equal(scaled, apply_filters(row, *numbers))
     return (scaled[0] > -torch.inf).tolist()
 
 
-def kept_by_definition(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[bool]:
+def kept_by_definition(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> list[bool]:
     """The filter's contract in float64, id by id."""
     scaled = np.array(logits, np.float64) / temperature
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
@@ -36,7 +41,9 @@ def kept_by_definition(logits: list[float], temperature: float, top_k: int, top_
     mass /= mass.sum()
     keep, before = [False] * len(logits), 0.0
     for rank, index in enumerate(order):
-        keep[index] = (top_k < 0 or rank < top_k) and (top_p == 1 or before < top_p)
+        keep[index] = (
+            (top_k < 0 or rank < top_k) and (top_p == 1 or before < top_p) and mass[index] >= min_p * mass.max()
+        )
         before += mass[index]
     return keep
 
@@ -47,10 +54,14 @@ def kept_by_definition(logits: list[float], temperature: float, top_k: int, top_
     temperature=st.sampled_from([0.25, 1.0, 3.0]),
     top_k=st.integers(-1, 13).filter(bool),
     top_p=st.sampled_from([0.1234, 0.3211, 0.5677, 0.9013, 0.99917, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0321, 0.2345, 0.678, 1e-30]),
 )
-def test_filters_are_what_they_say(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
+def test_filters_are_what_they_say(
+    logits: list[int], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     values = [value / 4 for value in logits]
-    assert filters(values, temperature, top_k, top_p) == kept_by_definition(values, temperature, top_k, top_p)
+    kept = kept_by_definition(values, temperature, top_k, top_p, min_p)
+    assert filters(values, temperature, top_k, top_p, min_p) == kept
 
 
 def test_filter_examples() -> None:
@@ -62,6 +73,14 @@ def test_filter_examples() -> None:
     assert filters(logits, top_k=2, top_p=0.8) == [True, True, False, False]  # the stricter one wins
     assert filters(logits, top_k=3, top_p=0.3) == [True, False, False, False]
     assert filters([1.0, 3.0, 3.0], temperature=0) == [False, True, False]
+    assert filters(logits, min_p=0.51) == [True, False, False, False]
+    assert filters(logits, min_p=0.49) == [True, True, False, False]
+    assert filters([2.0, 2.0, 1.0], min_p=1.0) == [True, True, False]
+    # The nucleus is that of the whole distribution, not of what min-p leaves: 0.625 of the mass, not 0.625 of 0.75.
+    assert filters(logits, top_p=0.625, min_p=0.4) == [True, True, False, False]
+    assert filters(logits, top_p=0.45, min_p=0.1) == [True, False, False, False]
+    assert filters(logits, temperature=4.0, min_p=0.8) == [True, True, False, False]
+    assert filters(logits, temperature=4.0, min_p=0.7) == [True, True, True, True]
     assert filters([0.0, -0.0, 0.0], top_k=2) == [True, True, False]
     assert filters([-torch.inf, 1.0, 0.0], top_p=0.999) == [False, True, True]
     # Temperature moves the nucleus: both filters see the distribution after it.
@@ -86,6 +105,7 @@ def draw(logits: Tensor, count: int, **params: Any) -> Tensor:
         temperature,
         torch.full((count,), params.get("top_k", -1), dtype=torch.int32),
         torch.full((count,), params.get("top_p", 1.0)),
+        torch.full((count,), params.get("min_p", 0.0)),
     )
     zero = torch.zeros(count, dtype=torch.int64)
     return sample_rows(scaled, temperature, torch.arange(count) * 7919, zero + 17, zero.int())
@@ -98,6 +118,8 @@ def draw(logits: Tensor, count: int, **params: Any) -> Tensor:
         ({"temperature": 2.0}, None),
         ({"top_k": 3}, [4 / 9, 3 / 9, 2 / 9, 0, 0]),
         ({"top_p": 0.65}, [4 / 7, 3 / 7, 0, 0, 0]),
+        ({"min_p": 0.45}, [4 / 9, 3 / 9, 2 / 9, 0, 0]),
+        ({"min_p": 0.12, "top_p": 0.65}, [4 / 7, 3 / 7, 0, 0, 0]),
         ({"top_p": 0.95, "top_k": 4}, [0.4 / 0.96, 0.3 / 0.96, 0.2 / 0.96, 0.06 / 0.96, 0]),
     ],
 )
