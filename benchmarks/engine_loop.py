@@ -1,6 +1,6 @@
 """What the step loop costs the host: plan time, idle share of a simulated device, asynchronous against synchronous.
 
-    python benchmarks/engine_loop.py --output engine_loop.json
+python benchmarks/engine_loop.py --output engine_loop.json
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from deepinfer.conformance.sim import HostSyncError, SimulatedDevice
 from deepinfer.errors import CapacityError, EngineDead, RequestFailed
 from deepinfer.sampling.params import SamplingParams
 
+
 def test_a_loop_without_progress_stops_loudly(fake_model: Any, make_engine: Any) -> None:
     """H10: no request can spin for ever; a step that runs nothing although there is work is a fault of the engine."""
     core = make_engine(fake_model)
@@ -172,6 +173,7 @@ def test_a_failure_of_a_step_spares_those_that_join_the_next(
     fake_model: Any, make_engine: Any, naive_model: Any
 ) -> None:
     """Step 1 fails while step 2 is in flight: step 2's rows of the failed request become padding, others go on."""
+
     def sim(runner: Any) -> SimulatedDevice:
         return SimulatedDevice(runner, fails=lambda plan: FAULTS.get(plan.step))
 
@@ -213,9 +215,7 @@ def test_the_guard_sees_host_reads(fake_model: Any, make_engine: Any) -> None:
     core.close()
 
 
-def test_stops_inside_a_block_end_as_without_speculation(
-    fake_model: Any, make_engine: Any, naive_model: Any
-) -> None:
+def test_stops_inside_a_block_end_as_without_speculation(fake_model: Any, make_engine: Any, naive_model: Any) -> None:
     """H13: whatever offset of an accepted block ends a request, tokens and reason are those of one row at a time."""
     prompt = list(range(6, 11))
     free = naive_model(prompt, add_params(), 14, 3)[0]

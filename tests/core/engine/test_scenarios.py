@@ -72,7 +72,9 @@ def run_scenario(seed: int, fake_model: Any, make_engine: Any, naive_model: Any)
     max_num_seqs = rng.randint(1, 4)
     budget = rng.randint(max_num_seqs, 24)
     asynchronous = rng.random() < 0.7
-    faults = {rng.randint(0, 30): rng.choice(["before", "middle", "after"]) for _ in range(rng.choice([0, 0, 1, 2]))}
+    faults = {
+        rng.randint(0, 30): rng.choice(["moves", "before", "middle", "after"]) for _ in range(rng.choice([0, 0, 1, 2]))
+    }
     bad_step = rng.choice([None, None, rng.randint(0, 20)])
     on_sim = asynchronous and rng.random() < 0.7
     devices: list[SimulatedDevice] = []
@@ -146,7 +148,7 @@ def run_scenario(seed: int, fake_model: Any, make_engine: Any, naive_model: Any)
     return core
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(8))
 def test_same_tokens_as_one_at_a_time(block: int, fake_model: Any, make_engine: Any, naive_model: Any) -> None:
     """Arrivals, aborts, stops, priorities, tiny pools, drafts, preemption, failures, synchronous or not."""
     preemptions = accepted = 0

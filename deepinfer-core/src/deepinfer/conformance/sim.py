@@ -1,4 +1,4 @@
-"""A small simulated asynchronous device: missing waits, early frees and host reads show without hardware (design 11)."""
+"""A small simulated device: missing waits, early frees and host reads show without hardware (design 11)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _SimulatedStep:
 
     def _run(self) -> DeviceStep:
         try:
-            return self.device.run(self.plan)
+            return self.device.execute(self.plan)
         finally:
             self.moved = self.device.runner.moved_step >= self.plan.step
 
@@ -167,7 +167,7 @@ class SimulatedDevice:
         guard = getattr(self._loop, "guard", None)
         return function if guard is None else guard.excused(function)
 
-    def run(self, plan: StepPlan) -> DeviceStep:
+    def execute(self, plan: StepPlan) -> DeviceStep:
         """One step, on the worker thread."""
         clock, start = self.clock, time.perf_counter()
         if clock.last_end is not None:

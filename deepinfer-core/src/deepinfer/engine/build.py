@@ -101,6 +101,7 @@ def build_engine(
     poison_released: bool = False,
     preempt_every: int = 0,
     drafter: Drafter | None = None,
+    speculate: bool = False,
     executor: Callable[[ModelRunner], Executor] | None = None,
 ) -> BuiltEngine:
     """Allocate what `plan_memory` planned and put the loop together; arguments and errors as there.
@@ -108,12 +109,15 @@ def build_engine(
     Args:
         poison_released: overwrite freed cache memory with NaN bytes (tests).
         preempt_every: preempt a request in every so many steps (tests).
-        drafter: proposes `settings.use_nextn_decode` tokens a step instead of the model.
+        drafter: proposes `settings.use_nextn_decode` tokens a step.
+        speculate: without a drafter, let the model propose them.
         executor: runs the steps; None: a worker thread, or the caller's with the synchronous loop.
     """
     plan, config = plan_memory(loaded, settings, num_pages=num_pages, max_prefill_chunk=max_prefill_chunk)
     depth = 2 if settings.zero_overhead_scheduling else 1
     num_drafts = settings.use_nextn_decode if drafter is not None else 0
+    if drafter is None and speculate:
+        num_drafts = min(settings.use_nextn_decode, loaded.model.traits.max_drafts)
     config = replace(config, preempt_every=preempt_every, num_drafts=num_drafts, lookahead=num_drafts * (depth - 1))
     _attach_workspace(loaded, config)
     num_slots = config.max_num_seqs + 1

@@ -187,9 +187,7 @@ class ModelRunner:
         tensors = pack_plan(plan, self.model.device)
         sampled_rows = int(plan.sample_counts.sum())
         traits = self.traits
-        inputs = self._expand(
-            records, tensors, plan.row_bucket, sampled_rows, traits.ring_length, traits.ngram_size
-        )
+        inputs = self._expand(records, tensors, plan.row_bucket, sampled_rows, traits.ring_length, traits.ngram_size)
         logits, prompt_logprobs = self._forward(plan, inputs)
         drawn = self._sample_rows(plan, inputs, logits)
         tokens, status = drawn.tokens, drawn.status

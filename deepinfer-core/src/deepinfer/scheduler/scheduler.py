@@ -466,9 +466,7 @@ class Scheduler:
             budget -= chunk
         return chunks
 
-    def _admit(
-        self, budget: int, chunks: list[tuple[Request, int]]
-    ) -> tuple[list[Request], list[int], list[Move]]:
+    def _admit(self, budget: int, chunks: list[tuple[Request, int]]) -> tuple[list[Request], list[int], list[Move]]:
         """Admit and resume from the head of the queue while slot, pages and budget last; append prompts' chunks.
 
         Returns:
