@@ -192,11 +192,22 @@ class SimulatedDevice:
             for name, value in list(vars(owner).items()):
                 if isinstance(value, FunctionType):  # a kernel that was bound at construction
                     setattr(owner, name, self._guard.excused(value))
-        move, expand, commit = runner._move, runner._expand, runner._commit
-        runner._move = lambda plan: (self._fail("moves"), move(plan))[1]  # type: ignore[method-assign]
-        runner._expand = lambda *args: (self._fail("before"), expand(*args))[1]
-        runner._commit = lambda *args: (commit(*args), self._fail("after"))[0]
-        runner.model = _FaultyModel(runner.model, self)  # type: ignore[assignment]
+        runner._move = self._failing("moves", runner._move)  # type: ignore[method-assign]
+        runner._expand = self._failing("before", runner._expand)
+        runner._commit = self._failing("after", runner._commit, first=False)
+        runner.model = _FaultyModel(runner.model, self)
+
+    def _failing(self, place: str, function: Callable[..., Any], *, first: bool = True) -> Callable[..., Any]:
+        """The call with an ordered fault before or behind it."""
+
+        def call(*args: Any) -> Any:
+            if first:
+                self._fail(place)
+            result = function(*args)
+            self._fail(place)
+            return result
+
+        return call
 
     def _fail(self, place: str) -> None:
         if self._fault == place:

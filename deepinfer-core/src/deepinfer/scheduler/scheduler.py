@@ -399,7 +399,8 @@ class Scheduler:
         while (missing := self._missing(decoding, counts)).sum() > available:
             if self._pages_return() or not self._preempt_worst():
                 # The least urgent ones that need a page sit this step out.
-                order = sorted(range(decoding.size), key=lambda index: self._owner[decoding[index]].order_key)
+                owners = self._owner[decoding].tolist()
+                order = sorted(range(decoding.size), key=lambda index: owners[index].order_key)
                 fits = np.cumsum(missing[order]) <= available
                 kept = np.sort(np.array(order, np.int64)[fits | (missing[order] == 0)])
                 return decoding[kept], counts[kept]
