@@ -93,6 +93,13 @@ def backend() -> str:
     return _classes(api, api.__all__)
 
 
+def kv_store() -> str:
+    """The classes that a store of cache blocks implements or uses."""
+    from deepinfer.api import kv_store as api
+
+    return _classes(api, api.__all__)
+
+
 def errors() -> str:
     """Every error class with its meaning."""
     from deepinfer import errors as module
@@ -116,6 +123,7 @@ def commands() -> str:
 
 GENERATORS: dict[str, Callable[[], str]] = {
     "backend": backend,
+    "kv-store": kv_store,
     "commands": commands,
     "descriptors": descriptors,
     "errors": errors,

@@ -8,18 +8,21 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from deepinfer import LLM, SamplingParams
+from deepinfer.api.descriptor import API_VERSION, KVStoreDescriptor
 from deepinfer.cache.tiers import files
 from deepinfer.cache.tiers.memory import MemoryStore
 from deepinfer.checkpoint.synthetic import make_checkpoint
 from deepinfer.engine.block_copies import LostBlocks
 from deepinfer.engine.loader import LoadedModel, load_model
 from deepinfer.errors import ConfigError, RequestFailed
+from deepinfer.plugins.registry import Origin, Registry
 from deepinfer.settings import load_settings
 
 # ---- on the fake model: it raises where a slot or a page belongs to another prefix ------------------------------
@@ -62,6 +65,10 @@ def test_a_hit_runs_only_what_is_new(fake_model: Any, make_engine: Any, check: A
     core.scheduler.assert_idle()
     stats = core.scheduler.prefix.stats
     assert (stats.lookups, stats.hits, stats.hit_tokens) == (4, 3, 24)
+    counters = core.scheduler.prefix.counters()
+    assert counters["hit_tokens"] == 24
+    assert counters["kept_snapshots"] == counters["taken_snapshots"] == 2
+    assert counters["cached_pages"] == core.scheduler.pages.num_cached > 0
 
 
 def test_output_is_reused_by_the_next_turn(fake_model: Any, make_engine: Any, check: Any) -> None:
@@ -416,10 +423,23 @@ def test_a_full_disk_stops_nothing(
     ]
 
 
+PLUGIN_STORES: list[MemoryStore] = []
+
+
+def make_plugin_store(settings: Any) -> MemoryStore:
+    """What the descriptor below names."""
+    PLUGIN_STORES.append(MemoryStore(1 << 24))
+    return PLUGIN_STORES[-1]
+
+
 def test_a_store_of_a_plugin_is_used(loaded: Any, cold: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore(1 << 24)
-    monkeypatch.setattr("deepinfer.engine.build.make_stores", lambda settings: [store])
-    with engine(loaded(16)) as llm:
+    registry: Registry[KVStoreDescriptor] = Registry("KV store", KVStoreDescriptor)
+    registry.begin(Origin("acme", __name__, "acme-store", "1.0"))
+    registry.add(KVStoreDescriptor("acme", API_VERSION, f"{__name__}:make_plugin_store"))
+    registry.end()
+    monkeypatch.setattr("deepinfer.plugins.host.default_host", lambda: SimpleNamespace(kv_stores=registry))
+    with engine(loaded(16), kv_stores="acme") as llm:
+        store = PLUGIN_STORES[-1]
         assert said(llm, 2) == (cold[2], 0)
         settled(llm)
         assert len(store) == 5

@@ -8,7 +8,7 @@ hit always leaves at least one token of the prompt to run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Literal
 
@@ -234,6 +234,20 @@ class PrefixCache:
         if missing > 0:
             self._told(self.index.evict(missing))
         return self.pages.allocate(count)
+
+    def counters(self) -> dict[str, int]:
+        """Everything that is counted, by name, for whoever reports it; pages and snapshots apart."""
+        pages, snapshots = self.pages, self.snapshots
+        return {
+            **asdict(self.stats),
+            "cached_pages": pages.num_cached,
+            "evicted_pages": self.index.evicted,
+            "snapshot_slots": snapshots.capacity,
+            "kept_snapshots": snapshots.num_kept,
+            "taken_snapshots": snapshots.taken,
+            "evicted_snapshots": snapshots.evicted,
+            "refused_snapshots": snapshots.refused,
+        }
 
     # ---- for lower tiers -----------------------------------------------------------------------------------------
 
