@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepinfer.engine.llm import LLM
-    from deepinfer.engine.outputs import CompletionOutput, RequestOutput
+    from deepinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
     from deepinfer.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -15,11 +15,13 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": "deepinfer.engine.llm",
     "CompletionOutput": "deepinfer.engine.outputs",
+    "Logprob": "deepinfer.engine.outputs",
     "RequestOutput": "deepinfer.engine.outputs",
+    "ScoreOutput": "deepinfer.engine.outputs",
     "SamplingParams": "deepinfer.sampling.params",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "ScoreOutput", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

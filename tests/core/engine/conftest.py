@@ -14,7 +14,7 @@ from torch import Tensor
 from deepinfer.engine.build import build_engine
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.models.traits import ModelTraits
-from deepinfer.ops import cache, logits, metadata, sampling, verification
+from deepinfer.ops import cache, grammar_mask, logits, metadata, sampling, verification
 from deepinfer.ops.metadata import StepInputs
 from deepinfer.settings import Settings
 
@@ -76,6 +76,7 @@ class FakeModel:
             sample_rows=sampling.sample_rows,
             add_bias=logits.add_bias,
             apply_penalties=logits.apply_penalties,
+            apply_token_mask=grammar_mask.apply_token_mask,
             forbid_tokens=logits.forbid_tokens,
             force_tokens=logits.force_tokens,
             count_tokens=logits.count_tokens,

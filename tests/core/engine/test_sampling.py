@@ -17,6 +17,7 @@ from deepinfer.engine.loader import LoadedModel
 from deepinfer.engine.stops import TextStream
 from deepinfer.errors import InvalidRequest
 from deepinfer.ops.sampling import apply_filters, sample_rows
+from deepinfer.sampling.slots import pack_ids
 from deepinfer.settings import Settings
 
 VOCAB, EOS = 37, 1
@@ -439,3 +440,23 @@ def test_a_stop_string_ends_inside_an_accepted_block(fake_model: Any, fake: Any)
         assert found.text.text == text[: end - 2]
         assert len(found.logprobs) == found.metrics.num_generated_tokens == end
         assert (str(found.finish_reason), found.stop_reason) == ("stop", stop)
+
+
+def test_a_grammar_mask_comes_after_the_bans_and_spares_other_rows(fake_model: Any) -> None:
+    llm = make_llm(fake_model, zero_overhead_scheduling=False)
+    sampler = llm._core.runner.sampler
+    plain, draw = llm.generate([[7], [8]], SamplingParams(seed=1, max_tokens=6, ignore_eos=True)), sampler.draw
+    mask = torch.from_numpy(pack_ids([9, 11, 30], VOCAB))[None]
+    admitted: list[int] = []
+
+    def masked(plan: Any, inputs: Any, logits: Any, records: Any) -> Any:
+        admitted.extend(plan.admitted_slots.tolist())
+        rows = torch.where(inputs.slots[inputs.sample_rows] == admitted[0], 0, -1)
+        return draw(plan, inputs, logits, records, mask, rows)
+
+    sampler.draw = masked
+    params = SamplingParams(seed=1, max_tokens=6, ignore_eos=True, logprobs=0)
+    given = [replace(params, banned_token_ids=[11]), params]
+    first, second = llm.generate([[7], [8]], given)
+    assert set(first.outputs[0].token_ids) <= {9, 30}
+    assert second.outputs[0].token_ids == plain[1].outputs[0].token_ids

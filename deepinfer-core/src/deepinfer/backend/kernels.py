@@ -24,6 +24,7 @@ ENGINE_OPS = (
     "add_bias",
     "apply_filters",
     "apply_penalties",
+    "apply_token_mask",
     "commit_step",
     "copy_blocks",
     "count_tokens",

@@ -45,6 +45,7 @@ class StepOps(Protocol):
     apply_filters: Any
     add_bias: Any
     apply_penalties: Any
+    apply_token_mask: Any
     forbid_tokens: Any
     force_tokens: Any
     count_tokens: Any

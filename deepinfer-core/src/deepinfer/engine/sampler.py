@@ -154,6 +154,7 @@ class Sampler:
         self._sample, self._filter = table.sample_step, table.apply_filters
         self._bias, self._penalise, self._forbid = table.add_bias, table.apply_penalties, table.forbid_tokens
         self._force, self._count, self._logprobs = table.force_tokens, table.count_tokens, table.token_logprobs
+        self._mask = table.apply_token_mask
 
     # ---- requests in and out ---------------------------------------------------------------------------------------
 
@@ -239,7 +240,13 @@ class Sampler:
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def draw(
-        self, plan: StepPlan, inputs: StepInputs, logits: Tensor, records: SlotRecords, masks: Any = None
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        logits: Tensor,
+        records: SlotRecords,
+        mask: Tensor | None = None,
+        mask_rows: Tensor | None = None,
     ) -> Drawn:
         """Draw after each sampled row: token -1 and status 0 for padding.
 
@@ -247,17 +254,18 @@ class Sampler:
             plan: of the step. inputs: expanded from it.
             logits: [R, V] of `inputs.sample_rows`; changed in place.
             records: of the slots.
-            masks: called with the logits after the bans, gives them with the grammars' masks applied; None: no grammar.
+            mask, mask_rows: int32 [M, ceil(V / 32)] and int64 [R], as `apply_token_mask` takes them, of the rows that
+                follow a grammar; None: no row does.
         """
         sample_rows = inputs.sample_rows
         rows = self._rows(plan, inputs)
         logits = logits.to(torch.float32)
         wanted = np.flatnonzero(rows.features & Feature.LOGPROBS)
-        changes = bool((rows.features & ADJUSTED).any()) or masks is not None
+        changes = bool((rows.features & ADJUSTED).any()) or mask is not None
         raw = logits[self._send(wanted)] if wanted.size and changes else logits
         logits = self._adjust(rows, inputs, logits)
-        if masks is not None:
-            logits = masks(logits)
+        if mask is not None:
+            logits = self._mask(logits, mask, mask_rows)
         slots = rows.slots.clamp(min=0)
         filters = [records.temperature[slots], records.top_k[slots], records.top_p[slots]]
         draws = [records.seed[slots], inputs.sample_positions + 1, records.completion[slots]]
