@@ -237,8 +237,38 @@ def test_failures_while_running(fake_model: Any) -> None:
     assert llm.generate([7], GREEDY)[0].error is None
 
 
-def test_an_interrupted_call_leaves_a_clean_engine(fake_model: Any) -> None:
+def test_an_interrupt_between_steps_leaves_a_clean_engine(fake_model: Any) -> None:
     llm = make_llm(fake_model)
+    want = llm.generate([7], GREEDY)[0].outputs[0].token_ids
+    step, calls = llm._core.step, iter(range(3))
+
+    def interrupted() -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    llm._core.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[7 + i] for i in range(6)], GREEDY)
+    llm._core.scheduler.assert_idle()
+    llm._core.step = step
+    assert llm.generate([7], GREEDY)[0].outputs[0].token_ids == want
+
+
+def test_an_interrupt_inside_a_step_on_the_worker_ends_that_step_only(fake_model: Any) -> None:
+    llm = make_llm(fake_model)
+
+    def interrupt(slots: list[int]) -> bool:
+        raise KeyboardInterrupt
+
+    fake_model.fail_on = interrupt
+    out = llm.generate([[7]], GREEDY)[0]
+    assert "the step was ended by KeyboardInterrupt" in str(out.error)
+    llm._core.scheduler.assert_idle()
+
+
+def test_an_interrupted_call_leaves_a_clean_engine(fake_model: Any) -> None:
+    llm = make_llm(fake_model, settings={"zero_overhead_scheduling": False})
     want = llm.generate([7], GREEDY)[0].outputs[0].token_ids
     steps = iter(range(3))
 

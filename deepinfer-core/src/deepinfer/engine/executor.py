@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,6 +70,11 @@ class _FutureStep:
         return self._future.done()
 
     def read(self) -> StepResult:
+        wait([self._future])
+        error = self._future.exception()
+        if error is not None and not isinstance(error, Exception):
+            # An interrupt of the caller ends its wait above; one inside the step ends that step only.
+            raise RuntimeError(f"the step was ended by {type(error).__name__}") from error
         return self._future.result().read()
 
     def moves_done(self) -> bool:
