@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepinfer.engine.async_llm import AsyncLLM
     from deepinfer.engine.llm import LLM
     from deepinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
     from deepinfer.sampling.params import SamplingParams
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "AsyncLLM": "deepinfer.engine.async_llm",
     "LLM": "deepinfer.engine.llm",
     "CompletionOutput": "deepinfer.engine.outputs",
     "Logprob": "deepinfer.engine.outputs",
@@ -21,7 +23,16 @@ _PUBLIC = {
     "SamplingParams": "deepinfer.sampling.params",
 }
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "ScoreOutput", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoreOutput",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from deepinfer.errors import DeepInferError, EngineDead, InvalidRequest
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.settings import Settings, load_settings
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "Ticket"]
 
 CODEC_ADVICE = (
     "no installed plugin can turn text into token ids for this model; install one (pip install "
@@ -110,7 +111,7 @@ class LLM:
         self._loaded: LoadedModel | None = loaded
         self._core = built.core
         self._lock = threading.Lock()
-        self._next_id = 0
+        self._ids = itertools.count()
 
     def generate(
         self,
@@ -150,14 +151,14 @@ class LLM:
             items, single = split_prompts(prompts, prompt_token_ids)
             params = spread_params(sampling_params, len(items))
             strict = single if raise_errors is None else raise_errors
-            tickets = [self._check(item, given, add_bos) for item, given in zip(items, params, strict=True)]
+            tickets = [self.check(item, given, add_bos) for item, given in zip(items, params, strict=True)]
             if strict:
                 _raise_first(ticket.output.error for ticket in tickets)
             queued = [ticket for ticket in tickets if ticket.output.error is None]
             running = {ticket.part_id(index): (ticket, index) for ticket in queued for index in range(ticket.params.n)}
             try:
                 for ticket in queued:
-                    self._queue(ticket)
+                    self.queue(ticket)
                 self._run(running, use_tqdm)
             finally:
                 for request_id in running:
@@ -212,44 +213,64 @@ class LLM:
                 score.ranks = [entry.rank for entry in found]
         return scores
 
-    def _check(self, item: Prompt, params: Any, add_bos: bool) -> _Ticket:
+    def check(self, item: Prompt, params: Any, add_bos: bool, request_id: str | None = None) -> Ticket:
         """Validate one request; what is wrong with it goes into its output."""
-        output = RequestOutput(str(self._next_id), item.text, [], numerics_id=self.numerics_id)
-        self._next_id += 1
-        ticket = _Ticket(output)
-        traits = self._core.runner.traits
+        core = self._alive()
+        name = str(next(self._ids)) if request_id is None else request_id
+        output = RequestOutput(name, item.text, [], numerics_id=self.numerics_id)
+        ticket = Ticket(output)
+        traits = core.runner.traits
         try:
             ticket.params = check_params(params, traits)
+            if self.settings.replay_keep and ticket.params.prompt_logprobs is not None:
+                raise InvalidRequest(
+                    "bounded replay leaves prompt rows out; set DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE=off",
+                    field="prompt_logprobs",
+                )
             if ticket.params.stop_strings:
                 TextStream(self._codec, ticket.params)  # Refused now, not in the middle of a batch.
             ids = self._encode(item.text, add_bos) if item.token_ids is None else item.token_ids
             ticket.prompt = check_prompt(ids, traits, self.max_model_len)
             output.prompt_token_ids = ticket.prompt.tolist()
             ticket.max_tokens = output_limit(ticket.params, ticket.prompt.size, self.max_model_len)
-            self._core.scheduler.check_fit(output.request_id, ticket.prompt.size, ticket.max_tokens)
+            core.scheduler.check_fit(output.request_id, ticket.prompt.size, ticket.max_tokens)
         except DeepInferError as error:
             ticket.refuse(error)
         return ticket
 
-    def _queue(self, ticket: _Ticket) -> None:
-        """Hand a checked request to the loop."""
-        params, output = ticket.params, ticket.output
+    def queue(self, ticket: Ticket, priority: int = 0) -> list[Generation]:
+        """Hand a checked request to the loop: one generation for each completion.
+
+        Raises:
+            DeepInferError: it was refused; nothing of it is queued.
+        """
+        params, output, core = ticket.params, ticket.output, self._alive()
         seed = draw_seed() if params.seed is None else params.seed
         output.outputs = [CompletionOutput(index, "", [], seed=seed) for index in range(params.n)]
         # Prompt log-probabilities are the same for every completion.
         rest = replace(params, prompt_logprobs=None)
-        for index in range(params.n):
-            self._core.add(
-                ticket.part_id(index),
-                ticket.prompt,
-                params if index == 0 else rest,
-                seed=seed,
-                max_tokens=ticket.max_tokens,
-                completion=index,
-                text=TextStream(self._codec, params) if params.stop_strings else None,
-            )
+        queued: list[Generation] = []
+        try:
+            for index in range(params.n):
+                generation = core.add(
+                    ticket.part_id(index),
+                    ticket.prompt,
+                    params if index == 0 else rest,
+                    seed=seed,
+                    max_tokens=ticket.max_tokens,
+                    priority=priority,
+                    completion=index,
+                    text=TextStream(self._codec, params) if params.stop_strings else None,
+                    leader=queued[0] if queued else None,
+                )
+                queued.append(generation)
+        except DeepInferError:
+            for generation in queued:
+                core.abort(generation.request.request_id)
+            raise
+        return queued
 
-    def _run(self, running: dict[str, tuple[_Ticket, int]], use_tqdm: bool) -> None:
+    def _run(self, running: dict[str, tuple[Ticket, int]], use_tqdm: bool) -> None:
         """Step until every queued completion has ended, taking the ended ones out of `running`."""
         with GenerationProgress(len(running), enabled=use_tqdm) as progress:
             while running:
@@ -259,7 +280,7 @@ class LLM:
                         self._fill(*running.pop(generation.request.request_id), generation)
                 progress.update(changed)
 
-    def _fill(self, ticket: _Ticket, index: int, generation: Generation) -> None:
+    def _fill(self, ticket: Ticket, index: int, generation: Generation) -> None:
         """Copy a finished generation to its output."""
         output, completion = ticket.output, ticket.output.outputs[index]
         completion.token_ids = generation.token_ids
@@ -270,16 +291,16 @@ class LLM:
             if generation.text is None
             else generation.text.text
         )
-        completion.logprobs = self._named(generation.logprobs)
+        completion.logprobs = self.name_tokens(generation.logprobs)
         completion.cumulative_logprob = generation.cumulative_logprob
         if index == 0:
             output.metrics = generation.metrics
             output.num_cached_tokens = generation.request.num_cached_tokens
-            output.prompt_logprobs = self._named(generation.prompt_logprobs)
+            output.prompt_logprobs = self.name_tokens(generation.prompt_logprobs)
         output.error = output.error or generation.error
         output.finished = all(part.finish_reason is not None for part in output.outputs)
 
-    def _named(self, places: Any) -> Any:
+    def name_tokens(self, places: Any) -> Any:
         """Log-probabilities with the text of each id."""
         if places is None or self._codec is None:
             return places
@@ -337,7 +358,7 @@ class LLM:
 
 
 @dataclass
-class _Ticket:
+class Ticket:
     """One request of a call on its way: checked, queued, filled."""
 
     output: RequestOutput
