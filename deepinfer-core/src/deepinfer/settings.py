@@ -104,6 +104,14 @@ class Settings(BaseSettings):
         5, ge=0, description="Most draft tokens per sequence and step (N); 0 turns drafting off."
     )
 
+    yoco_prefill_truncation_mode: Literal["off", "mask", "compact"] = Field(
+        "off",
+        description="Bounded replay: run only the last tokens of a prompt through the second half of the layers "
+        "(`compact`), or all of them with the same visibility (`mask`, its oracle). Changes results a little.",
+    )
+    yoco_prefill_keep_tokens: int = Field(
+        0, ge=0, description="Prompt tokens that bounded replay keeps: at least the window + 2 (N + 1), so 140."
+    )
     zero_overhead_scheduling: bool = Field(
         True,
         description="Plan and launch the next step while one runs (asynchronous loop), where the backend can. Never "
@@ -181,6 +189,11 @@ class Settings(BaseSettings):
                 f"max_num_seqs={self.max_num_seqs} sequences; use at least {self.max_num_seqs} ({rows} with drafts)"
             )
         return self
+
+    @property
+    def replay_keep(self) -> int:
+        """Prompt tokens that bounded replay keeps; 0 without it."""
+        return 0 if self.yoco_prefill_truncation_mode == "off" else self.yoco_prefill_keep_tokens
 
     @property
     def token_budget(self) -> int:

@@ -88,6 +88,7 @@ def plan_memory(
         page_size=traits.page_size,
         max_prefill_chunk=max_prefill_chunk,
         history_width=traits.ngram_size - 1,
+        keep_tokens=settings.replay_keep,
     )
     return plan, config
 
@@ -169,7 +170,9 @@ def _prefix_cache(
     stores = make_stores(settings)
     # Only what outlives the process must know which weights it came from.
     weights = checkpoint_digest(loaded.path) if stores and loaded.path is not None else b""
-    layout = f"{traits.layout_id}:{traits.page_bytes}:{traits.slot_bytes}:{traits.max_drafts}"
+    # A snapshot of a replayed prompt lacks the consumer half's rings: it serves only engines that replay alike.
+    replay = f"replay{settings.replay_keep}"
+    layout = f"{traits.layout_id}:{traits.page_bytes}:{traits.slot_bytes}:{traits.max_drafts}:{replay}"
     prefix = PrefixCache(
         root_key(weights, loaded.numerics_id, traits.page_size, layout),
         traits.page_size,
@@ -177,6 +180,7 @@ def _prefix_cache(
         first_snapshot=first_snapshot,
         num_snapshots=num_snapshots,
         snapshot_interval=settings.prefix_snapshot_interval,
+        tail=max(settings.replay_keep, 1),
     )
     if not stores:
         return prefix, None

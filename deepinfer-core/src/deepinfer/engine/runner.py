@@ -100,6 +100,7 @@ def pack_plan(plan: StepPlan, device: torch.device) -> PlanTensors:
         "admitted_seed": sampling.seed,
         "admitted_completion": sampling.completion,
         "released_slots": plan.released_slots,
+        "keep_from": plan.keep_from,
     }
     packed = torch.from_numpy(np.concatenate([part.astype(np.int64) for part in parts.values()])).to(device)
     views = dict(zip(parts, packed.split([part.size for part in parts.values()]), strict=True))
@@ -188,6 +189,7 @@ class ModelRunner:
         sampled_rows = int(plan.sample_counts.sum())
         traits = self.traits
         inputs = self._expand(records, tensors, plan.row_bucket, sampled_rows, traits.ring_length, traits.ngram_size)
+        inputs.kept_bucket = plan.kept_bucket
         logits, prompt_logprobs = self._forward(plan, inputs)
         drawn = self._sample_rows(plan, inputs, logits)
         tokens, status = drawn.tokens, drawn.status

@@ -93,6 +93,7 @@ class PlanTensors:
         admitted_temperature, admitted_top_p: float32 [A].
         admitted_top_k, admitted_completion: int32 [A].
         released_slots: [R].
+        keep_from: [S], or empty without replay.
     """
 
     slots: Tensor
@@ -112,6 +113,7 @@ class PlanTensors:
     admitted_seed: Tensor
     admitted_completion: Tensor
     released_slots: Tensor
+    keep_from: Tensor
 
 
 @dataclass
@@ -262,6 +264,7 @@ def _random_plan(
         admitted_seed=ids(2**62, admitted + pad_sequences),
         admitted_completion=ids(3, admitted + pad_sequences).to(torch.int32),
         released_slots=torch.cat([released, pad]),
+        keep_from=torch.cat([ids(20, count), pad_zero]) if count % 2 else ids(1, 0),
     )
 
 
@@ -330,6 +333,7 @@ def expand_plan(
         seq_positions=torch.where(counts > 0, seq_first + counts - 1, -1),
         last_positions=only(first + count - 1),
         page_table=records.page_table,
+        keep_from=only(plan.keep_from[sequence]) if plan.keep_from.shape[0] else None,
     )
 
 

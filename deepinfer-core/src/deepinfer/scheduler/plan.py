@@ -77,6 +77,9 @@ class StepPlan:
         admitted_sampling: the sampling parameters of the admitted sequences.
         released_slots: int32 [R], slots whose request is gone.
         row_bucket: padded row count, at least sum(row_counts).
+        keep_from: int32 [S], first position that bounded replay sends through the consumer half, 0 for decode; empty
+            without replay.
+        kept_bucket: padded count of the rows from there on, at least 1; 0 without replay.
         saves: preempted requests, to be copied to the host before anything else of this step.
         restores: resumed requests, to be copied back after the saves; their pages are among the granted ones.
         evicted: int32 [E], pages that left the prefix cache; whoever gets them comes after the saves.
@@ -92,6 +95,8 @@ class StepPlan:
     host_tokens: NDArray[np.int64]
     samples: NDArray[np.bool_]
     row_bucket: int
+    keep_from: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
+    kept_bucket: int = 0
     page_slots: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
     page_indices: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
     page_ids: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))

@@ -40,6 +40,7 @@ class SchedulerConfig:
             planned before the previous one is read, else 0.
         preempt_every: preempt a request in every so many steps although nothing requires it (tests); 0: never.
         history_width: tokens before a resumed position that an admission brings along.
+        keep_tokens: last tokens of a prompt that bounded replay sends through the consumer half; 0: no replay.
         row_bucket: padded row count for a number of rows.
     """
 
@@ -53,6 +54,7 @@ class SchedulerConfig:
     lookahead: int = 0
     preempt_every: int = 0
     history_width: int = 0
+    keep_tokens: int = 0
     row_bucket: Callable[[int], int] = exact_rows
 
     def __post_init__(self) -> None:
@@ -360,8 +362,11 @@ class Scheduler:
         back = {move.slot for move in restores}
         snapshots = self._snapshots([request for request, _ in chunks])
         granted = [np.concatenate(part) for part in zip(*self._grants, strict=True)] or [np.empty(0, np.int32)] * 3
+        keep_from, kept_bucket = self._kept(slots, starts, counts, first_prefill)
         plan = StepPlan(
             step=self._next_step,
+            keep_from=keep_from,
+            kept_bucket=kept_bucket,
             slots=slots,
             row_counts=counts,
             is_prefill=np.arange(slots.size) >= first_prefill,
@@ -387,6 +392,17 @@ class Scheduler:
         self._slot_copies, self._evicted = [], []
         self._next_step += 1
         return ScheduledStep(plan, tuple(self._owner[slots].tolist()))
+
+    def _kept(
+        self, slots: NDArray[np.int32], starts: NDArray[np.int32], counts: NDArray[np.int32], first_prefill: int
+    ) -> tuple[NDArray[np.int32], int]:
+        """Where each prompt enters the consumer half, defined by its whole length alone, and the rows that do."""
+        if not self.config.keep_tokens:
+            return np.empty(0, np.int32), 0
+        keep_from = np.maximum(self._prompt_length[slots] - self.config.keep_tokens, 0).astype(np.int32)
+        keep_from[:first_prefill] = 0
+        kept = np.clip(starts + counts - keep_from, 0, counts)
+        return keep_from, self.config.row_bucket(max(int(kept.sum()), 1))
 
     def _decode_rows(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Decoding sequences and their rows, as far as pages last; preempts where they do not."""

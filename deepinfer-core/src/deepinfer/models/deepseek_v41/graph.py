@@ -130,12 +130,15 @@ class Graph:
         rows = _Rows(step, self._angles(step.positions))
         stack = self._embed(step)
         features: list[Tensor] = []
+        featured = rows
         for layer in self.weights.layers:
             rows = self._layer(layer, rows, storage, stack, features)
+            featured = rows if layer.role.is_dspark_target else featured
         step = rows.step
         if self.weights.draft is not None:
             rings = storage.rings[len(self.weights.layers) :]
-            self._draft_main_keys(torch.cat(features, dim=-1), step, rings, self.weights.draft, *rows.angles.plain)
+            main, angles = torch.cat(features, dim=-1), featured.angles.plain
+            self._draft_main_keys(main, featured.step, rings, self.weights.draft, *angles)
         norm, eps = self.weights.norm, self.config.rms_norm_eps
         _, hidden = self._head(stack.streams, stack.branch, stack.mixes, step.sample_rows, norm, eps)
         return ForwardResult(self._lm_head(hidden, self.weights.head), hidden)

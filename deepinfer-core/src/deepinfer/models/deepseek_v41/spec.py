@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ class DeepseekV41:
         *,
         page_size: int,
         max_draft: int,
+        replay: Literal["compact", "mask"] = "compact",
         progress: Callable[[int], None] | None = None,
     ) -> None:
         if max_draft > config.dspark_block_size:
@@ -88,7 +89,7 @@ class DeepseekV41:
             checkpoint, config, self.topology, self.layout, backend, numerics, self.device, progress=progress
         )
         self.load_stats = checkpoint.stats
-        self.graph = Graph(config, self.weights, table)
+        self.graph = Graph(config, self.weights, table, replay=replay)
         has_drafter = self.weights.draft is not None
         self.traits = ModelTraits(
             vocab_size=config.vocab_size,
@@ -136,6 +137,7 @@ def load(
     *,
     page_size: int = 128,
     max_draft: int = 5,
+    replay: Literal["compact", "mask"] = "compact",
     fallback: Any = "warn",
     overrides: str = "",
     resolve: Callable[[str], Backend] | None = None,
@@ -161,6 +163,7 @@ def load(
             numerics,
             page_size=page_size,
             max_draft=max_draft,
+            replay=replay,
             progress=progress,
         )
 
@@ -169,13 +172,29 @@ def build(
     path: Path, backend: Backend, settings: Settings, resolve: Callable[[str], Backend] | None = None
 ) -> DeepseekV41:
     """Factory of the model descriptor: load with the process's settings; `resolve` gives other backends by name."""
-    return load(
+    model = load(
         path,
         backend,
         settings.numerics(),
         page_size=settings.page_size,
         max_draft=settings.use_nextn_decode,
+        replay="mask" if settings.yoco_prefill_truncation_mode == "mask" else "compact",
         fallback=settings.fallback,
         overrides=settings.ops,
         resolve=resolve,
     )
+    if settings.yoco_prefill_truncation_mode != "off":
+        _check_replay(model.config, settings)
+    return model
+
+
+def _check_replay(config: ModelConfig, settings: Settings) -> None:
+    """Decode rows must find a full window among the kept rows, also when rows past a boundary are taken back."""
+    least = config.sliding_window + 2 * (settings.use_nextn_decode + 1)
+    if settings.yoco_prefill_keep_tokens < least:
+        raise ConfigError(
+            f"{settings.yoco_prefill_keep_tokens} kept tokens are too few for DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE="
+            f"{settings.yoco_prefill_truncation_mode}; use at least {least} (the window of {config.sliding_window} and "
+            f"2 x {settings.use_nextn_decode + 1} rows that may be taken back)",
+            field="yoco_prefill_keep_tokens",
+        )
