@@ -210,8 +210,8 @@ def test_a_large_request_is_not_overtaken() -> None:
     chunk=st.sampled_from([None, 1, 4]),
 )
 def test_waiting_is_bounded(lengths: list[tuple[int, int]], seqs: int, spare: int, chunk: int | None) -> None:
-    """Decoding sequences run in every step; the oldest prompt gets its share; arrivals start in order."""
-    scheduler = make(max_num_seqs=seqs, max_num_batched_tokens=seqs + spare, max_prefill_chunk=chunk)
+    """While pages last, decoding sequences run in every step; the oldest prompt gets its share; arrivals start in order."""
+    scheduler = make(40, max_num_seqs=seqs, max_num_batched_tokens=seqs + spare, max_prefill_chunk=chunk)
     requests = [request(str(index), *pair) for index, pair in enumerate(lengths)]
     for item in requests:
         scheduler.add(item)
