@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -235,14 +236,17 @@ def large_table(tmp_path_factory: pytest.TempPathFactory) -> Table:
     return make_table(tmp_path_factory.mktemp("large_table"), 64)
 
 
-def check(table: Table, name: str) -> None:
-    if VARIANTS[name].on_disk:
-        run(table, VARIANTS[name])
-    spoken, stats = run(table, VARIANTS[name])
+def check(table: Table, name: str, *, on_sim: bool = False) -> None:
+    variant = VARIANTS[name]
+    if on_sim:
+        variant = dataclasses.replace(variant, on_sim=True)
+    if variant.on_disk:
+        run(table, variant)
+    spoken, stats = run(table, variant)
     for index, (now, alone) in enumerate(zip(spoken, table.alone, strict=True)):
         assert now == alone, f"{name}: request {index} says something else than alone"
-    assert stats.preemptions > 0 or not (VARIANTS[name].engine.get("preempt_every") or "pages" in name)
-    assert stats.accepted_drafts > 10 or not VARIANTS[name].drafts
+    assert stats.preemptions > 0 or not (variant.engine.get("preempt_every") or "pages" in name)
+    assert stats.accepted_drafts > 10 or not variant.drafts
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -251,6 +255,7 @@ def test_same_bits(table: Table, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_same_bits_of_64_requests(large_table: Table, name: str) -> None:
-    check(large_table, name)
+def test_same_bits_of_64_requests(large_table: Table, name: str, device: str) -> None:
+    check(large_table, name, on_sim=device == "sim")
