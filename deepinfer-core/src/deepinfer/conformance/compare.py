@@ -23,6 +23,9 @@ __all__ = [
 FLIP_RTOL = 0.12
 """Largest deviation of a row that holds a flipped FP8 code inside: one step of one operand of a short sum."""
 
+FLIP_ROWS = 8
+"""One row in so many may hold a flipped code; at the model's widths a row has thousands of codes."""
+
 BF16_BITS = 8
 """Significant bits of bfloat16."""
 
@@ -66,7 +69,7 @@ def bit_difference(actual: Tensor, expected: Tensor) -> str | None:
 def value_difference(actual: Tensor, expected: Tensor, rtol: float, *, may_flip: bool = False) -> str | None:
     """Whether values are further from the float64 result than `rtol` of its largest magnitude.
 
-    Integers must be equal, infinities lie at the same places, NaN is never right. With `may_flip` one row in sixteen,
+    Integers must be equal, infinities lie at the same places, NaN is never right. With `may_flip` one row in eight,
     and one more, may be off by the step of an inner code.
     """
     if actual.shape != expected.shape:
@@ -86,7 +89,7 @@ def value_difference(actual: Tensor, expected: Tensor, rtol: float, *, may_flip:
         return None
     if may_flip and float(error.max()) <= FLIP_RTOL * largest:
         rows = wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong
-        if int(rows.sum()) <= 1 + rows.shape[0] // 16:
+        if int(rows.sum()) <= 1 + rows.shape[0] // FLIP_ROWS:
             return None
     worst = float(error.max()) / largest if largest else float("inf")
     return (
@@ -111,7 +114,7 @@ def code_difference(
         exact: [..., width] float64 values that the codes stand for, before rounding.
         row_format: a quantised format.
         flip_share: allowed share of flipped codes and of flipped scales; one of each is always allowed.
-        may_move_rows: an inner code may have flipped, which moves one row in sixteen, and one more, by its step.
+        may_move_rows: an inner code may have flipped, which moves one row in eight, and one more, by its step.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return f"{_kind(actual)}, expected {_kind(expected)}"
@@ -119,7 +122,7 @@ def code_difference(
     exact = exact.flatten(0, -2)
     if may_move_rows:
         moved = _moved_rows(sides[0], sides[1], exact, row_format)
-        if int(moved.sum()) > 1 + moved.shape[0] // 16:
+        if int(moved.sum()) > 1 + moved.shape[0] // FLIP_ROWS:
             return f"{int(moved.sum())} of {moved.shape[0]} rows are off by more than a rounding"
         sides, exact = [rows[~moved] for rows in sides], exact[~moved]
     return _code_difference(sides[0], sides[1], exact, row_format, flip_share)

@@ -28,6 +28,8 @@ def _rms_norm_samples(size: SampleSize, generator: torch.Generator) -> Iterator[
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension with one rounding at the very end (spec/model 0).
 
+    The reference keeps rows independent for C up to 32,768: PyTorch splits longer sums of few rows among CPU threads.
+
     Args:
         x: [..., C] in the compute dtype.
         weight: [C] multiplier (not 1 + weight).
