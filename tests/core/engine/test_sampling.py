@@ -460,3 +460,52 @@ def test_a_grammar_mask_comes_after_the_bans_and_spares_other_rows(fake_model: A
     first, second = llm.generate([[7], [8]], given)
     assert set(first.outputs[0].token_ids) <= {9, 30}
     assert second.outputs[0].token_ids == plain[1].outputs[0].token_ids
+
+
+def test_completions_share_the_pages_of_their_prompt(fake_model: Any, fake: Any) -> None:
+    prompt = list(range(6, 29))
+    shared, apart = make_llm(fake_model), make_llm(fake_model, enable_prefix_caching=False)
+    seen = {}
+    for llm in (apart, shared):
+        rows = len(fake_model.rows_seen)
+        seen[llm] = one(llm, prompt, n=4, max_tokens=3, prompt_logprobs=0)
+        assert [part.index for part in seen[llm].outputs] == [0, 1, 2, 3]
+        llm.rows = sum(fake_model.rows_seen[rows:])
+        llm._core.scheduler.assert_idle()
+    assert seen[shared].outputs == seen[apart].outputs
+    assert seen[shared].prompt_logprobs == seen[apart].prompt_logprobs
+    # Each of the other three prompts starts at the last page boundary.
+    assert apart.rows - shared.rows >= 3 * (len(prompt) - len(prompt) % 4 - 4)
+
+
+def test_completions_that_wait_for_their_prompt_may_be_aborted(fake_model: Any) -> None:
+    core = make_llm(fake_model, zero_overhead_scheduling=False)._core
+    prompt = np.arange(6, 30)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    def three() -> list[Any]:
+        first = core.add("a", prompt, params, seed=1, max_tokens=4)
+        others = [
+            core.add(name, prompt, params, seed=1, max_tokens=4, completion=i + 1, leader=first)
+            for i, name in enumerate("bc")
+        ]
+        return [first, *others]
+
+    with pytest.raises(InvalidRequest, match="'b' is already in flight"):
+        core.add("b", prompt, params, seed=1, max_tokens=4) if three() else None
+    core.abort("b")
+    core.step()
+    core.abort("a")  # Its follower must not wait for ever.
+    while core.num_unfinished:
+        core.step()
+    core.scheduler.assert_idle()
+    generations = three()
+    fake_model.fail_on = lambda slots: True
+    core.step()
+    fake_model.fail_on = lambda slots: False
+    while core.num_unfinished:
+        core.step()
+    reasons = [str(generation.finish_reason) for generation in generations]
+    assert reasons[0] == "error"
+    assert set(reasons[1:]) <= {"length", "error"}
+    core.scheduler.assert_idle()

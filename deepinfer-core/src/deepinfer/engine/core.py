@@ -17,11 +17,11 @@ from deepinfer.engine.outputs import RequestMetrics, TokenLogprobs
 from deepinfer.engine.prefix_tiers import PrefixTiers
 from deepinfer.engine.runner import ModelRunner, StepResult
 from deepinfer.engine.stops import TextStream
-from deepinfer.errors import DeepInferError, EngineDead, RequestFailed
+from deepinfer.errors import DeepInferError, EngineDead, InvalidRequest, RequestFailed
 from deepinfer.ops.sampling import STATUS_OK
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.slots import SlotSampling
-from deepinfer.scheduler.request import FinishReason, Request, SamplingRow
+from deepinfer.scheduler.request import FinishReason, Request, RequestState, SamplingRow
 from deepinfer.scheduler.scheduler import ScheduledStep, Scheduler
 
 __all__ = ["EngineCore", "EngineStats", "Generation"]
@@ -43,6 +43,8 @@ class Generation:
         text: the text of `token_ids` as it grows; None if nobody decodes it in the loop.
         logprobs, cumulative_logprob: of `token_ids`; None if not asked for.
         prompt_logprobs: of the prompt's ids, None where not known yet; None if not asked for.
+        leader: the completion whose prompt it will reuse, while it waits for that; None once it is queued.
+        followers: completions that wait for this one.
     """
 
     request: Request
@@ -56,6 +58,8 @@ class Generation:
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    leader: Generation | None = None
+    followers: list[Generation] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -147,6 +151,7 @@ class EngineCore:
         priority: int = 0,
         completion: int = 0,
         text: TextStream | None = None,
+        leader: Generation | None = None,
     ) -> Generation:
         """Queue a checked request; lower priority values go first.
 
@@ -155,6 +160,8 @@ class EngineCore:
             seed: of its draws. max_tokens: at most. priority: lower goes first.
             completion: index among the completions of one prompt with one seed.
             text: decodes the output in the loop; needed for stop strings.
+            leader: a completion of the same prompt. If prefixes are cached and the prompt fills a page, this one is
+                queued when that one has its first token, and then shares its pages.
 
         Raises:
             InvalidRequest, CapacityError: it can never run; nothing is queued.
@@ -167,9 +174,14 @@ class EngineCore:
         request = Request(
             request_id, prompt, max_tokens, sampling, priority, reuse_prefix=not scored, scored=scored
         )
-        self.scheduler.add(request, loading=self.tiers is not None)
-        if self.tiers is not None and not self.tiers.begin(request):
-            self.scheduler.ready(request)
+        if request_id in self._generations:
+            raise InvalidRequest(f"{request_id!r} is already in flight", field="request_id")
+        shares = self.scheduler.prefix is not None and prompt.size >= self.scheduler.config.page_size
+        waits = leader is not None and shares and leader.metrics.first_token is None and leader.finish_reason is None
+        if waits:
+            self.scheduler.check_fit(request_id, prompt.size, max_tokens)
+        else:
+            self._enqueue(request)
         stops = frozenset(params.stop_token_ids)
         metrics = RequestMetrics(arrival=time.perf_counter(), num_prompt_tokens=prompt.size)
         generation = Generation(request, params, metrics, stops=stops, text=text)
@@ -178,7 +190,22 @@ class EngineCore:
         if params.prompt_logprobs is not None:
             generation.prompt_logprobs = [None] * prompt.size
         self._generations[request_id] = generation
+        if waits and leader is not None:
+            generation.leader = leader
+            leader.followers.append(generation)
         return generation
+
+    def _enqueue(self, request: Request) -> None:
+        self.scheduler.add(request, loading=self.tiers is not None)
+        if self.tiers is not None and not self.tiers.begin(request):
+            self.scheduler.ready(request)
+
+    def _release_followers(self, leader: Generation) -> None:
+        """Queue the completions that waited for another one's prompt."""
+        followers, leader.followers = leader.followers, []
+        for follower in followers:
+            follower.leader = None
+            self._enqueue(follower.request)
 
     def abort(self, request_id: str) -> Generation | None:
         """End a request wherever it is; None if it is unknown or has already ended."""
@@ -327,6 +354,8 @@ class EngineCore:
                         generation.cumulative_logprob = total + found[tokens[row]].logprob
                 if generation.finish_reason is not None:
                     break  # What was accepted behind the end does not exist.
+            if generation.followers:
+                self._release_followers(generation)
         return changed
 
     def _take_prompt_logprobs(self, scheduled: ScheduledStep, result: StepResult) -> None:
@@ -393,9 +422,16 @@ class EngineCore:
         return changed
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
-        if self.tiers is not None:
-            self.tiers.cancel(generation.request)
-        self.scheduler.finish(generation.request, reason)
+        if generation.leader is not None:
+            generation.leader.followers.remove(generation)
+            generation.leader = None
+            generation.request.state, generation.request.finish_reason = RequestState.FINISHED, reason
+        else:
+            if self.tiers is not None:
+                self.tiers.cancel(generation.request)
+            self.scheduler.finish(generation.request, reason)
+        if generation.followers:
+            self._release_followers(generation)
         generation.metrics.finished = time.perf_counter()
         if generation.text is not None:
             generation.text.finish()
