@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "build_app", "main"]
 
 COMMANDS = {
     "backends": "deepinfer.cli.backends:app",
+    "bench": "deepinfer.cli.bench:bench",
     "checkpoint": "deepinfer.cli.checkpoint:app",
     "doctor": "deepinfer.cli.doctor:doctor",
     "env": "deepinfer.cli.env:env",

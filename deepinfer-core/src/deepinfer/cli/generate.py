@@ -11,7 +11,7 @@ import typer
 
 from deepinfer.errors import InvalidRequest
 
-__all__ = ["generate"]
+__all__ = ["announce", "default_model", "generate"]
 
 SYNTHETIC = ("tiny", "small", "wide")
 
@@ -32,6 +32,9 @@ def generate(
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after the end-of-sequence token."),
     accelerator: str | None = typer.Option(None, help="Backend; default: DEEPINFER_ACCELERATOR, else automatic."),
     max_model_len: int | None = typer.Option(None, help="Most tokens of prompt and output together."),
+    trace: Path | None = typer.Option(
+        None, help="Write the time line of every step to this file, for Chrome's tracing page or Perfetto."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of text."),
 ) -> None:
     """Continue a prompt and print the text; notes and tokens per second go to standard error."""
@@ -42,10 +45,15 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos
     )
     given = _prompt(prompt, token_ids)
-    name = _default_model() if model is None else model
-    _announce(name, chosen=model is not None)
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise InvalidRequest(f"there is no directory {trace.absolute().parent}", field="--trace")
+    name = default_model() if model is None else model
+    announce(name, chosen=model is not None)
     with LLM(name, accelerator=accelerator, max_model_len=max_model_len, max_num_seqs=1) as llm:
+        steps = llm.trace() if trace is not None else None
         (output,) = llm.generate(given, params)
+        if steps is not None and trace is not None:
+            steps.save(trace)
     completion, metrics = output.outputs[0], output.metrics
     speed = {
         "prefill": metrics.prefill_tokens_per_second if metrics else None,
@@ -60,13 +68,14 @@ def generate(
     typer.echo(f"\n[{counts}, finished by {completion.finish_reason}; {rates}; seed {completion.seed}]", err=True)
 
 
-def _default_model() -> str | Path:
+def default_model() -> str | Path:
+    """What runs when no model is named."""
     from deepinfer.settings import load_settings
 
     return load_settings().hf_model_dir or "tiny"
 
 
-def _announce(name: str | Path, *, chosen: bool) -> None:
+def announce(name: str | Path, *, chosen: bool) -> None:
     """Say on standard error what runs when it was not asked for, and that random weights write noise."""
     if str(name) in SYNTHETIC:
         why = "" if chosen else "no model was named (--model, DEEPINFER_HF_MODEL_DIR): "

@@ -21,6 +21,7 @@ from deepinfer.engine.outputs import CompletionOutput, RequestOutput
 from deepinfer.engine.prompts import split_prompts
 from deepinfer.engine.stops import TextStream
 from deepinfer.errors import DeepInferError, EngineDead, InvalidRequest
+from deepinfer.observe.trace import StepTrace
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.settings import Settings
 
@@ -74,6 +75,14 @@ class AsyncLLM:
     def stats(self) -> Any:
         """Counts of the step loop since the start (`EngineStats`)."""
         return self._llm.stats
+
+    def metrics_text(self) -> str:
+        """As `LLM.metrics_text`."""
+        return self._llm.metrics_text()
+
+    def trace(self) -> StepTrace:
+        """As `LLM.trace`."""
+        return self._llm.trace()
 
     def get_tokenizer(self) -> Any:
         """As `LLM.get_tokenizer`."""

@@ -18,6 +18,7 @@ from deepinfer.engine.prefix_tiers import PrefixTiers
 from deepinfer.engine.runner import ModelRunner, StepResult
 from deepinfer.engine.stops import TextStream
 from deepinfer.errors import DeepInferError, EngineDead, InvalidRequest, RequestFailed
+from deepinfer.observe.recorder import LoopRecorder
 from deepinfer.ops.sampling import STATUS_OK
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.slots import SlotSampling
@@ -124,6 +125,7 @@ class EngineCore:
         self.runner = runner
         self.scheduler = scheduler
         self.stats = EngineStats()
+        self.recorder = LoopRecorder()
         self._eos = runner.traits.eos_token_ids
         self._generations: dict[str, Generation] = {}
         self._dead: BaseException | None = None
@@ -267,6 +269,7 @@ class EngineCore:
         scheduled = self.scheduler.plan()
         if scheduled is None:
             return False
+        planned = time.perf_counter()
         for request in scheduled.requests:
             metrics = self._generations[request.request_id].metrics
             metrics.first_scheduled = start if metrics.first_scheduled is None else metrics.first_scheduled
@@ -278,6 +281,16 @@ class EngineCore:
             self._fail(scheduled, error, moved=False)
             raise
         self._in_flight.append(_InFlight(scheduled, pending, start))
+        running = len(scheduled.requests)
+        self.recorder.launched(
+            scheduled.plan.step,
+            start,
+            planned,
+            time.perf_counter(),
+            rows=scheduled.plan.num_rows,
+            running=running,
+            waiting=len(self._generations) - running,
+        )
         return True
 
     def _read(self) -> list[Generation]:
@@ -289,6 +302,7 @@ class EngineCore:
             result = step.pending.read()
         except Exception as error:
             failure = error
+        ready = time.perf_counter()
         self._in_flight.popleft()
         scheduled = step.scheduled
         if result is not None:
@@ -300,6 +314,7 @@ class EngineCore:
             self._publish(scheduled, result)
             changed = self._process(scheduled, result)
         now = time.perf_counter()
+        self.recorder.finished(scheduled.plan.step, step.launched, ready, now)
         self._count(scheduled, result, now - max(step.launched, self._last_read))
         self._last_read = now
         return changed
@@ -377,8 +392,11 @@ class EngineCore:
         self._finish(generation, FinishReason.ERROR)
 
     def _append(self, generation: Generation, token: int, now: float) -> None:
-        if generation.metrics.first_token is None:
-            generation.metrics.first_token = now
+        metrics = generation.metrics
+        self.recorder.token(metrics.arrival, metrics.first_scheduled, metrics.last_token, now)
+        if metrics.first_token is None:
+            metrics.first_token = now
+        metrics.last_token = now
         generation.token_ids.append(token)
         generation.metrics.num_generated_tokens += 1
         stopped = generation.text is not None and generation.text.push(token)
@@ -433,6 +451,8 @@ class EngineCore:
         if generation.followers:
             self._release_followers(generation)
         generation.metrics.finished = time.perf_counter()
+        if generation.metrics.first_token is not None:
+            self.recorder.request_time.observe(generation.metrics.finished - generation.metrics.arrival)
         if generation.text is not None:
             generation.text.finish()
         del self._generations[generation.request.request_id]

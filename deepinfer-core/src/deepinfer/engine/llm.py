@@ -17,12 +17,15 @@ from deepinfer.engine.build import build_engine
 from deepinfer.engine.core import Generation
 from deepinfer.engine.loader import LoadedModel, load_model
 from deepinfer.engine.memory_plan import MemoryPlan
+from deepinfer.engine.metrics import metrics_text
 from deepinfer.engine.outputs import CompletionOutput, RequestOutput, ScoreOutput
 from deepinfer.engine.progress import GenerationProgress
 from deepinfer.engine.prompts import Prompt, split_prompts, spread_params
 from deepinfer.engine.requests import check_params, check_prompt, draw_seed, output_limit
 from deepinfer.engine.stops import TextStream
 from deepinfer.errors import DeepInferError, EngineDead, InvalidRequest
+from deepinfer.models.traits import ModelTraits
+from deepinfer.observe.trace import StepTrace
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.settings import Settings, load_settings
 
@@ -331,9 +334,24 @@ class LLM:
         return self._codec
 
     @property
+    def traits(self) -> ModelTraits:
+        """What the engine knows of the model: vocabulary, special ids, context, page size."""
+        traits: ModelTraits = self._alive().runner.traits
+        return traits
+
+    @property
     def stats(self) -> Any:
         """Counts of the step loop since the start (`EngineStats`)."""
         return self._alive().stats
+
+    def metrics_text(self) -> str:
+        """Counters, gauges and latency histograms in the text format of Prometheus; may be called on any thread."""
+        return metrics_text({"0": self._alive()})
+
+    def trace(self) -> StepTrace:
+        """Record every step from now on; `save` writes what Chrome's tracing page and Perfetto open."""
+        trace = self._alive().recorder.trace = StepTrace()
+        return trace
 
     def _alive(self) -> Any:
         if self._loaded is None:

@@ -63,6 +63,7 @@ class RequestMetrics:
         arrival: it was queued.
         first_scheduled: its first step was launched; None if it never ran.
         first_token: its first token was known.
+        last_token: its latest token was known.
         finished: it ended.
         num_prompt_tokens: tokens of the prompt.
         num_generated_tokens: tokens generated.
@@ -76,6 +77,7 @@ class RequestMetrics:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0
+    last_token: float | None = None
 
     @property
     def prefill_tokens_per_second(self) -> float | None:

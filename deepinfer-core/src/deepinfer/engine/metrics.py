@@ -1,0 +1,79 @@
+"""What an engine counts, as metrics for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deepinfer.engine.core import EngineCore
+from deepinfer.observe.histogram import Histogram
+from deepinfer.observe.prometheus import Family, exposition
+
+__all__ = ["GAUGES", "metrics_text"]
+
+GAUGES = frozenset({"cached_pages", "snapshot_slots", "kept_snapshots"})
+"""Counters of the prefix cache that may also fall."""
+
+
+def metrics_text(engines: Mapping[str, EngineCore]) -> str:
+    """The metrics of engines by name, in the text format of Prometheus; may be called on any thread."""
+    families: dict[str, Family] = {}
+
+    def family(name: str, kind: str, text: str) -> Family:
+        return families.setdefault(name, Family(f"deepinfer_{name}", kind, text))  # type: ignore[arg-type]
+
+    for engine, core in engines.items():
+        labels = {"engine": engine}
+        for name, text, value in _counters(core):
+            family(name, "counter", text).values.append((labels, value))
+        ends = family("requests_total", "counter", "Requests that ended, by reason.")
+        ends.values += [({**labels, "reason": why}, count) for why, count in sorted(core.stats.finished.items())]
+        for name, text, value in _gauges(core):
+            family(name, "gauge", text).values.append((labels, value))
+        prefix = {} if core.scheduler.prefix is None else core.scheduler.prefix.counters()
+        for name, value in prefix.items():
+            kind, ending = ("gauge", "") if name in GAUGES else ("counter", "_total")
+            text = f"Prefix cache: {name.replace('_', ' ')}."
+            family(f"prefix_{name}{ending}", kind, text).values.append((labels, value))
+        for name, text, histogram in _histograms(core):
+            family(name, "histogram", text).histograms.append((labels, histogram))
+    return exposition(families.values())
+
+
+def _counters(core: EngineCore) -> list[tuple[str, str, float]]:
+    stats = core.stats
+    return [
+        ("steps_total", "Steps of the loop.", stats.steps),
+        ("failed_steps_total", "Steps that raised.", stats.failed_steps),
+        ("prefill_rows_total", "Prompt rows forwarded.", stats.prefill_rows),
+        ("decode_rows_total", "Output rows forwarded, drafts included.", stats.decode_rows),
+        ("prefill_seconds_total", "Time of steps with prompt rows.", stats.prefill_seconds),
+        ("decode_seconds_total", "Time of steps without prompt rows.", stats.decode_seconds),
+        ("preemptions_total", "Requests moved to host memory to make room.", stats.preemptions),
+        ("drafted_tokens_total", "Tokens proposed.", stats.drafted_tokens),
+        ("accepted_drafts_total", "Proposed tokens that were accepted.", stats.accepted_drafts),
+    ]
+
+
+def _gauges(core: EngineCore) -> list[tuple[str, str, float]]:
+    scheduler = core.scheduler
+    pages, slots = scheduler.pages, scheduler.slots
+    running = slots.capacity - slots.num_free
+    return [
+        ("requests_running", "Requests that hold a state slot.", running),
+        ("requests_waiting", "Requests that hold none.", max(core.num_unfinished - running, 0)),
+        ("pages", "Cache pages.", pages.capacity),
+        ("pages_used", "Cache pages that running requests hold.", pages.num_used),
+        ("slots", "State slots.", slots.capacity),
+    ]
+
+
+def _histograms(core: EngineCore) -> list[tuple[str, str, Histogram]]:
+    recorder = core.recorder
+    return [
+        ("time_to_first_token_seconds", "From arrival to the first token.", recorder.time_to_first_token),
+        ("queue_time_seconds", "From arrival to the launch of the first step.", recorder.queue_time),
+        ("inter_token_seconds", "Between tokens of one request.", recorder.inter_token),
+        ("request_seconds", "From arrival to the end of requests that got a token.", recorder.request_time),
+        ("step_seconds", "From the later of launch and previous result to the result.", recorder.step_time),
+        ("plan_seconds", "Planning of one step.", recorder.plan_time),
+    ]

@@ -1,0 +1,1 @@
+"""What an engine tells about itself: histograms, step traces and the text that Prometheus reads."""

@@ -1,0 +1,114 @@
+"""`deepinfer bench` on the tiny checkpoint, and the traces that both measuring commands write."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from deepinfer.checkpoint.synthetic import make_checkpoint
+from deepinfer.cli import build_app
+from deepinfer.cli.bench import read_requests
+from deepinfer.errors import InvalidRequest
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+
+
+def call(*words: Any) -> Any:
+    words = tuple(map(str, words))
+    return CliRunner().invoke(build_app(words), words)
+
+
+def run(*words: Any) -> Any:
+    result = call(*words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.mark.parametrize("load", ["throughput", "latency", "mixed"])
+def test_synthetic_load(tiny: Path, tmp_path: Path, load: str) -> None:
+    small = ("--num-requests", 3, "--input-len", 8, "--output-len", 4, "--max-model-len", 128, "--rate", 200)
+    files = ("--output", tmp_path / "report.json", "--trace", tmp_path / "trace.json")
+    shown = run("bench", load, "--model", tiny, "--accelerator", "cpu", *small, *files).stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["load"], report["num_requests"], report["num_failed"]) == (load, 3, 0)
+    assert f"{load}: 3 requests in " in shown
+    assert "generated tokens/s" in shown
+    if load != "mixed":
+        assert (report["prompt_tokens"], report["generated_tokens"]) == (24, 12)
+    assert all(2 <= entry["prompt_tokens"] <= 8 and 1 <= entry["generated_tokens"] <= 4 for entry in report["requests"])
+    for values in report["latency_seconds"].values():
+        assert 0 <= values["p50"] <= values["p90"] <= values["p99"] <= values["max"] <= report["seconds"]
+    assert report["engine"]["prefill_rows"] == report["prompt_tokens"], "the first request is not counted"
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ends = [(entry["sent"], entry["finished"]) for entry in report["requests"]]
+    if load == "latency":
+        assert all(sent >= before for (_, before), (sent, _) in pairwise(ends))
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
+def test_requests_from_a_file_and_a_plot(tiny: Path, tmp_path: Path) -> None:
+    lines = [
+        {"prompt_token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "ignore_eos": True}, "arrival": 0.01},
+        {"prompt_token_ids": [8], "sampling_params": {"max_tokens": 2, "ignore_eos": True, "n": 2}},
+        {"prompt_token_ids": [-1]},
+    ]
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    words = ("bench", "mixed", "--model", tiny, "--accelerator", "cpu", "--requests", requests, "--json")
+    plot = tmp_path / "plot.png"
+    report = json.loads(run(*words, "--max-model-len", 128, "--plot", plot).stdout)
+    assert (report["num_requests"], report["num_failed"], report["generated_tokens"]) == (3, 1, 7)
+    errors = [entry["error"] for entry in report["requests"] if entry["error"]]
+    assert errors == ["InvalidRequest: prompt_token_ids: id -1 at index 0 is outside the vocabulary 0..511"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no request"),
+        ("[1]", "requests.jsonl:1: expected an object with prompt or prompt_token_ids"),
+        ('{"prompt": "a"}\n{', "requests.jsonl:2: Expecting property name"),
+        ('{"prompt": "a", "arrival": -1}', "requests.jsonl:1: arrival=-1 is not a number of seconds"),
+        ('{"prompt": "a", "sampling_params": 1}', "requests.jsonl:1: sampling_params is not an object"),
+        ('{"prompt": "a", "max_tokens": 1}', "requests.jsonl:1: expected an object"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest) as caught:
+        read_requests(path)
+    assert message in str(caught.value)
+
+
+def test_arrivals_are_put_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"prompt": "b", "arrival": 2}\n{"prompt": "a", "arrival": 1}')
+    assert [job.prompt for job in read_requests(path)] == ["a", "b"]
+
+
+def test_missing_directories_are_said_before_anything_runs(tmp_path: Path) -> None:
+    for words in (("bench", "--output"), ("generate", "x", "--trace")):
+        result = call(*words, tmp_path / "nowhere" / "file.json")
+        assert isinstance(result.exception, InvalidRequest)
+        assert f"{words[-1]}: there is no directory {tmp_path / 'nowhere'}" in str(result.exception)
+
+
+def test_generate_writes_a_trace(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    words = ("generate", "--token-ids", "5,6", "--max-tokens", 3, "--model", tiny, "--accelerator", "cpu")
+    run(*words, "--trace", path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} >= {"plan 0", "launch 0", "device 0", "post 0"}
