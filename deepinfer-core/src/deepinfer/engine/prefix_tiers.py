@@ -98,6 +98,8 @@ class PrefixTiers:
     def _export(self, exports: list[CacheExport]) -> None:
         try:
             for item in exports:
+                if not self.exchange.has_room(item.kind):
+                    continue  # Nothing is copied out for nothing.
                 self.exchange.save(item.kind, item.key, self._copies.fetch(item.kind, item.index))
         except Exception:
             _logger.warning("%d blocks of the prefix cache were not stored", len(exports), exc_info=True)

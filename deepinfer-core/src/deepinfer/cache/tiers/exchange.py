@@ -115,14 +115,19 @@ class TierExchange:
         """Those that still work."""
         return tuple(self._stores)
 
+    def has_room(self, kind: BlockKind) -> bool:
+        """Whether a block would be stored; False counts it as dropped. One thread asks and saves."""
+        with self._lock:
+            room = bool(self._stores) and self._waiting + self._sizes[kind] <= PENDING_BYTES
+        self.stats.dropped += not room
+        return room
+
     def save(self, kind: BlockKind, digest: bytes, fetch: Callable[[], bytes]) -> None:
         """Store a block; `fetch` is called on the writing thread, where it may wait for the device."""
-        size = self._sizes[kind]
+        if not self.has_room(kind):
+            return
         with self._lock:
-            if not self._stores or self._waiting + size > PENDING_BYTES:
-                self.stats.dropped += 1
-                return
-            self._waiting += size
+            self._waiting += self._sizes[kind]
         self._writer.submit(self._save, self._key(kind, digest), fetch)
 
     def load(self, keys: Sequence[bytes], present: int, resumable: int) -> LoadJob:
