@@ -43,7 +43,7 @@ def _verify_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
         )
 
     counts = 1 + ids(longest, sequences)
-    yield sample("no sequence", counts[:0], 1.0)
+    yield sample("empty", counts[:0], 1.0)
     yield sample("only padding", counts[:0], 1.0, padding=3)
     yield sample("no row is sampled", torch.zeros_like(counts), 1.0)
     yield sample("one row each", torch.ones_like(counts), 0.5)
