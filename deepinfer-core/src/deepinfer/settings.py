@@ -163,6 +163,9 @@ class Settings(BaseSettings):
 
     # Reports.
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="Level of the logger.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="How the command writes its log: for people, or one JSON object a line."
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from deepinfer.errors import ConfigError
 from deepinfer.observe.histogram import REQUEST_SECONDS, STEP_SECONDS, Histogram
+from deepinfer.observe.logs import JsonFormatter
 from deepinfer.observe.prometheus import CONTENT_TYPE, Family, MetricsServer, exposition
 from deepinfer.observe.recorder import LoopRecorder
 from deepinfer.observe.trace import LANES, StepTrace
@@ -151,3 +154,17 @@ def test_every_line_has_the_form_of_the_format() -> None:
     text = exposition([Family("a_seconds", "histogram", "A.", histograms=[({}, recorder.step_time)])])
     for line in text.splitlines():
         assert line.startswith("# ") or SAMPLE.fullmatch(line), line
+
+
+def test_json_log_lines() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.LogRecord("deepinfer.engine", logging.ERROR, "", 0, "step %d: ü", (7,), sys.exc_info())
+    line = JsonFormatter().format(record)
+    entry = json.loads(line)
+    assert "\n" not in line
+    assert (entry["level"], entry["logger"], entry["message"]) == ("error", "deepinfer.engine", "step 7: ü")
+    assert entry["time"].endswith("+00:00")
+    assert "ValueError: two\nlines" in entry["error"]
+    assert "error" not in json.loads(JsonFormatter().format(logging.LogRecord("a", 20, "", 0, "b", (), None)))

@@ -153,6 +153,6 @@ def test_settings_import_no_torch():
 def test_every_setting_is_read_by_something():
     core = Path(__file__).parents[3] / "deepinfer-core" / "src" / "deepinfer"
     text = "\n".join(file.read_text() for file in core.rglob("*.py"))
-    read_at_start = {"plugins", "log_level"}
+    read_at_start = {"plugins", "log_level", "log_format"}
     idle = [name for name in Settings.model_fields if not re.search(rf"(settings|self)\.{name}\b", text)]
     assert set(idle) <= read_at_start

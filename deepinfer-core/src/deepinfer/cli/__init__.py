@@ -14,6 +14,7 @@ from rich.text import Text
 
 from deepinfer import __version__
 from deepinfer.errors import DeepInferError
+from deepinfer.observe.logs import JsonFormatter
 from deepinfer.plugins.host import default_host
 
 __all__ = ["COMMANDS", "build_app", "main"]
@@ -63,7 +64,10 @@ def main() -> None:
     # A wrong level is reported by the settings; until then the default serves.
     levels = logging.getLevelNamesMapping()
     level = levels.get(os.environ.get("DEEPINFER_LOG_LEVEL", "").upper(), logging.WARNING)
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    structured = os.environ.get("DEEPINFER_LOG_FORMAT", "").strip() == "json"
+    handler.setFormatter(JsonFormatter() if structured else logging.Formatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
     try:
         build_app(sys.argv[1:])()
     except DeepInferError as error:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ async def _measure(
         async for _ in engine.generate(jobs[0].prompt, {"max_tokens": 2, "ignore_eos": True}):
             pass
         steps = engine.trace() if trace is not None else None
-        before = asdict(engine.stats)
+        before = _counts(engine.stats)
         start = time.perf_counter()
         if load is Load.latency:
             for job in jobs:
@@ -165,9 +165,14 @@ async def _measure(
         seconds = time.perf_counter() - start
         if steps is not None and trace is not None:
             steps.save(trace)
-        stats = {key: value - before[key] for key, value in asdict(engine.stats).items() if key != "finished"}
+        stats = {key: value - before[key] for key, value in _counts(engine.stats).items()}
         about = {"version": __version__, "load": str(load), "model": str(name), "numerics_id": llm.numerics_id}
         return {**about, **_summary(jobs, seconds), "engine": stats, "requests": [job.outcome for job in jobs]}
+
+
+def _counts(stats: Any) -> dict[str, float]:
+    """The numbers of an `EngineStats`."""
+    return {key: value for key, value in vars(stats).items() if isinstance(value, int | float)}
 
 
 async def _serve(engine: Any, job: _Job, start: float, *, wait: bool) -> None:

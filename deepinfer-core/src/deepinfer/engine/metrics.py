@@ -26,7 +26,7 @@ def metrics_text(engines: Mapping[str, EngineCore]) -> str:
         for name, text, value in _counters(core):
             family(name, "counter", text).values.append((labels, value))
         ends = family("requests_total", "counter", "Requests that ended, by reason.")
-        ends.values += [({**labels, "reason": why}, count) for why, count in sorted(core.stats.finished.items())]
+        ends.values += [({**labels, "reason": why}, count) for why, count in sorted(dict(core.stats.finished).items())]
         for name, text, value in _gauges(core):
             family(name, "gauge", text).values.append((labels, value))
         prefix = {} if core.scheduler.prefix is None else core.scheduler.prefix.counters()
