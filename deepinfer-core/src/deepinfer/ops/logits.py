@@ -68,6 +68,13 @@ def _slots(rows: int, slots: int, generator: torch.Generator) -> Tensor:
     return torch.where(torch.arange(rows) % 4 == 3, -1, found)
 
 
+def _others(used: Tensor, slots: int, *tables: str) -> dict[str, Tensor]:
+    """Mask of the slots that no row names, for each of these tables: what must not be read."""
+    mask = torch.ones(slots, dtype=torch.bool)
+    mask[used[used >= 0]] = False
+    return dict.fromkeys(tables, mask)
+
+
 def _logits(rows: int, vocab: int, generator: torch.Generator) -> Tensor:
     return 4 * torch.randn(rows, vocab, generator=generator)
 
@@ -80,7 +87,8 @@ def _bias_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
     values = 200 * torch.rand(slots, width, generator=generator) - 100
     for label, count in (("empty", 0), ("one row", 1), ("rows", rows)):
         kwargs = {"logits": _logits(count, vocab, generator), "slots": _slots(count, slots, generator)}
-        yield Sample(label, {**kwargs, "bias_ids": ids, "bias_values": values}, ("logits", "slots"))
+        unread = _others(kwargs["slots"], slots, "bias_values")
+        yield Sample(label, {**kwargs, "bias_ids": ids, "bias_values": values}, ("logits", "slots"), unread)
 
 
 @op(samples=_bias_samples, determinism=Determinism.EXACT, tolerance=Tolerance(1e-6, 1e-6))
@@ -117,7 +125,8 @@ def _penalty_samples(size: SampleSize, generator: torch.Generator) -> Iterator[S
         pending = torch.randint(-1, vocab, (count, width), generator=generator)
         kwargs = {"logits": _logits(count, vocab, generator), "slots": _slots(count, slots, generator)}
         arguments = {**kwargs, "pending": pending, "counts": counts, "prompt_bits": prompt, **scales}
-        yield Sample(label, arguments, ("logits", "slots", "pending"))
+        unread = _others(kwargs["slots"], slots, "counts", "prompt_bits", *scales)
+        yield Sample(label, arguments, ("logits", "slots", "pending"), unread)
 
 
 @op(samples=_penalty_samples, determinism=Determinism.EXACT, tolerance=Tolerance(1e-6, 1e-6))
@@ -172,7 +181,9 @@ def _forbid_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sa
             "slots": _slots(count, slots, generator),
             "output_index": torch.randint(0, 6, (count,), generator=generator),
         }
-        yield Sample(label, {**kwargs, "allowed": allowed, "ending": ending, "min_tokens": least}, tuple(kwargs))
+        unread = _others(kwargs["slots"], slots, "allowed", "ending", "min_tokens")
+        tables = {"allowed": allowed, "ending": ending, "min_tokens": least}
+        yield Sample(label, {**kwargs, **tables}, tuple(kwargs), unread)
 
 
 @op(samples=_forbid_samples, determinism=Determinism.EXACT, tolerance=EXACT)
@@ -207,7 +218,7 @@ def _force_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
             "slots": _slots(count, slots, generator),
             "output_index": torch.randint(0, 9, (count,), generator=generator),
         }
-        yield Sample(label, {**kwargs, "forced": forced}, tuple(kwargs))
+        yield Sample(label, {**kwargs, "forced": forced}, tuple(kwargs), _others(kwargs["slots"], slots, "forced"))
 
 
 @op(samples=_force_samples, determinism=Determinism.EXACT, tolerance=EXACT)
@@ -234,7 +245,9 @@ def _count_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
     for label, count in (("empty", 0), ("one row", 1), ("rows", rows)):
         counts = torch.randint(0, 3, (slots, vocab), generator=generator).to(torch.int32)
         tokens = torch.randint(-1, 4, (count, 3), generator=generator)
-        yield Sample(label, {"counts": counts, "slots": _slots(count, slots, generator), "tokens": tokens})
+        used = _slots(count, slots, generator)
+        unread = _others(used, slots, "counts")
+        yield Sample(label, {"counts": counts, "slots": used, "tokens": tokens}, unread=unread)
 
 
 @op(samples=_count_samples, determinism=Determinism.EXACT, tolerance=EXACT, mutates=("counts",))
@@ -262,6 +275,7 @@ def _logprob_samples(size: SampleSize, generator: torch.Generator) -> Iterator[S
         ("empty", _logits(0, vocab, generator), 2),
         ("one row", _logits(1, vocab, generator), 1),
         ("rows", _logits(rows, vocab, generator), 5),
+        ("many rows", _logits(33 if size == "odd" else rows, vocab, generator), 2),
         ("chosen only", _logits(rows, vocab, generator), 0),
         ("ties", torch.randint(-2, 3, (rows, vocab), generator=generator).float(), 6),
         ("masked", masked, 3),

@@ -42,17 +42,17 @@ def _step(
     generator: torch.Generator, starts: list[int], counts: list[int], keep: list[int], padding: int
 ) -> StepInputs:
     """A step of several sequences, chunk `counts[i]` rows from position `starts[i]`, kept from `keep[i]` on."""
-    repeats = torch.tensor(counts)
+    repeats = torch.tensor(counts, dtype=torch.int64)
     rows = int(repeats.sum())
 
     def spread(values: list[int] | Tensor) -> Tensor:
-        flat = torch.as_tensor(values).repeat_interleave(repeats)
+        flat = torch.as_tensor(values, dtype=torch.int64).repeat_interleave(repeats)
         return torch.cat((flat, torch.full((padding,), -1)))
 
     first_rows = torch.cumsum(repeats, 0) - repeats
-    positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
-    positions = torch.cat((positions, torch.full((padding,), -1)))
-    lasts = torch.tensor(starts) + repeats - 1
+    spans = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    positions = torch.cat((*spans, torch.full((padding,), -1)))
+    lasts = torch.tensor(starts, dtype=torch.int64) + repeats - 1
     nothing = torch.full((len(counts),), -1)
     return StepInputs(
         token_ids=torch.cat((torch.randint(0, 500, (rows,), generator=generator), torch.full((padding,), -1))),
@@ -83,10 +83,16 @@ def _step(
 
 def _keep_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     scale = {"tiny": 1, "odd": 7, "real": 64}[size]
-    yield Sample("all kept", {"step": _step(generator, [0, 5], [scale, 1], [0, 0], 0)})
-    yield Sample("a suffix kept", {"step": _step(generator, [0, 3], [4 * scale, 1], [3 * scale, 0], 2)})
-    yield Sample("a chunk before the suffix", {"step": _step(generator, [0, 9], [2 * scale, 1], [5 * scale, 2], 1)})
-    yield Sample("nothing kept", {"step": _step(generator, [0], [2 * scale], [9 * scale], 0)})
+    steps = {
+        "empty": _step(generator, [], [], [], 0),
+        "all kept": _step(generator, [0, 5], [scale, 1], [0, 0], 0),
+        "a suffix kept": _step(generator, [0, 3], [4 * scale, 1], [3 * scale, 0], 2),
+        "a chunk before the suffix": _step(generator, [0, 9], [2 * scale, 1], [5 * scale, 2], 1),
+        "nothing kept": _step(generator, [0], [2 * scale], [9 * scale], 0),
+    }
+    for label, step in steps.items():
+        idle = step.positions < step.keep_from
+        yield Sample(label, {"step": step}, unread={"step.token_ids": idle, "step.history": idle})
 
 
 @op(samples=_keep_samples, determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0), aliases=("step",))
@@ -141,7 +147,7 @@ def _take_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
     width = {"tiny": 8, "odd": 37, "real": 5120}[size]
     values = normal(generator, 9, 4, width)
     yield Sample("some rows", {"values": values, "index": torch.tensor([3, 0, 8, -1])})
-    yield Sample("no rows", {"values": values, "index": torch.zeros(0, dtype=torch.int64)})
+    yield Sample("empty", {"values": values, "index": torch.zeros(0, dtype=torch.int64)})
     yield Sample("nothing", {"values": None, "index": torch.tensor([1])})
 
 
