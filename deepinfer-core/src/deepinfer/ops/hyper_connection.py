@@ -154,8 +154,8 @@ def hyper_connection_expand(streams: Tensor, branch: Tensor, mixes: Mixes) -> Te
     """
     wide = streams.to(mixes.comb.dtype)
     spread = mixes.post[:, :, None] * branch.to(wide.dtype)[:, None, :]
-    for source in range(streams.shape[1]):
-        spread = spread + mixes.comb[:, source, :, None] * wide[:, source, None, :]
+    for shares, stream in zip(mixes.comb[..., None].unbind(1), wide[:, :, None].unbind(1), strict=True):
+        spread += shares * stream
     return spread.to(streams.dtype)
 
 
@@ -176,10 +176,10 @@ def hyper_connection_collapse(streams: Tensor, pre: Tensor) -> Tensor:
     Returns:
         [T, d].
     """
-    wide = streams.to(pre.dtype)
-    collapsed = pre[:, 0, None] * wide[:, 0]
-    for stream in range(1, streams.shape[1]):
-        collapsed = collapsed + pre[:, stream, None] * wide[:, stream]
+    first, *others = (pre[:, :, None] * streams.to(pre.dtype)).unbind(1)
+    collapsed = first
+    for share in others:
+        collapsed = collapsed + share
     return collapsed.to(streams.dtype)
 
 

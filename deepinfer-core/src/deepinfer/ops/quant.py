@@ -42,15 +42,16 @@ FP4_BLOCK16_AMAX_FLOOR = 6.0 * 2.0**-9
 E8M0_BIAS = 127
 
 E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-# Halfway points between neighbours, and whether a value exactly on one belongs to the upper neighbour (even mantissa).
-E2M1_MIDPOINTS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-E2M1_TIE_UP = (False, True, False, True, False, True, False)
 
 
-def _ceil_power_of_two(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest power of two >= value (positive normal fp32): its e8m0 byte (uint8) and the power itself (fp32)."""
-    bits = (value.to(torch.float32).view(torch.int32) + 0x7FFFFF) & 0x7F800000
-    return (bits >> 23).to(torch.uint8), bits.view(torch.float32)
+def _ceil_power_of_two(value: Tensor) -> Tensor:
+    """Smallest power of two >= value (positive normal fp32), as fp32."""
+    return ((value.to(torch.float32).view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def _exponent_bytes(power: Tensor) -> Tensor:
+    """e8m0 bytes of powers of two (fp32): their exponent bits."""
+    return (power.view(torch.int32) >> 23).to(torch.uint8)
 
 
 E8M0_VALUES = torch.tensor([2.0 ** (byte - E8M0_BIAS) for byte in range(255)] + [float("nan")])
@@ -78,12 +79,16 @@ def _groups(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _e2m1_codes(scaled: Tensor) -> Tensor:
-    """e2m1 codes (uint8, sign << 3 | index) of values in [-6, 6], round to nearest, ties to even mantissa."""
+    """e2m1 codes (uint8, sign << 3 | index) of values in [-6, 6], round to nearest, ties to even mantissa.
+
+    Values lie 1/2 apart up to 2, 1 apart up to 4 and 2 apart up to 6. Rounding to each of these steps and counting
+    codes from where its range would start gives three indices; outside its range a step never counts too few.
+    """
     magnitude = scaled.abs()
-    index = torch.zeros(scaled.shape, dtype=torch.uint8, device=scaled.device)
-    for midpoint, tie_up in zip(E2M1_MIDPOINTS.tolist(), E2M1_TIE_UP, strict=True):
-        index += (magnitude >= midpoint) if tie_up else (magnitude > midpoint)
-    return index | (torch.signbit(scaled).to(torch.uint8) << 3)
+    index = (magnitude * 2).round_()
+    index = torch.minimum(index, magnitude.round().add_(2))
+    index = torch.minimum(index, (magnitude * 0.5).round_().add_(4))
+    return index.to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
@@ -117,10 +122,16 @@ def fp8_block32_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         codes [..., C] float8_e4m3fn and scale bytes [..., C / 32] uint8 (e8m0).
     """
+    codes, scale = _fp8_groups(x)
+    return codes.reshape(x.shape), _exponent_bytes(scale).squeeze(-1)
+
+
+def _fp8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [..., C / 32, 32] and the scale of each group [..., C / 32, 1] fp32."""
     grouped, amax = _groups(x, 32)
-    scale_bytes, scale = _ceil_power_of_two(amax.clamp(min=FP8_AMAX_FLOOR) / FP8_MAX)
+    scale = _ceil_power_of_two(amax.clamp(min=FP8_AMAX_FLOOR) / FP8_MAX)
     scaled = (grouped / scale.to(grouped.dtype)).clamp(-FP8_MAX, FP8_MAX).to(torch.float32)
-    return scaled.to(torch.float8_e4m3fn).reshape(x.shape), scale_bytes.squeeze(-1)
+    return scaled.to(torch.float8_e4m3fn), scale
 
 
 @op(samples=_group_samples(32), determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0), activations=("x",))
@@ -130,10 +141,15 @@ def fp4_block32_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         codes [..., C] uint8, one code per element, and scale bytes [..., C / 32] uint8 (e8m0).
     """
+    codes, scale = _fp4_groups(x)
+    return codes.reshape(x.shape), _exponent_bytes(scale).squeeze(-1)
+
+
+def _fp4_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [..., C / 32, 32] and the scale of each group [..., C / 32, 1] fp32."""
     grouped, amax = _groups(x, 32)
-    scale_bytes, scale = _ceil_power_of_two(amax.clamp(min=FP4_BLOCK32_AMAX_FLOOR) / FP4_MAX)
-    scaled = (grouped / scale.to(grouped.dtype)).clamp(-FP4_MAX, FP4_MAX)
-    return _e2m1_codes(scaled).reshape(x.shape), scale_bytes.squeeze(-1)
+    scale = _ceil_power_of_two(amax.clamp(min=FP4_BLOCK32_AMAX_FLOOR) / FP4_MAX)
+    return _e2m1_codes((grouped / scale.to(grouped.dtype)).clamp(-FP4_MAX, FP4_MAX)), scale
 
 
 @op(samples=_group_samples(16), determinism=Determinism.EXACT, tolerance=Tolerance(0.0, 0.0), activations=("x",))
@@ -305,6 +321,12 @@ def unpack_rows(packed: Tensor, row_format: RowFormat, dtype: torch.dtype) -> Te
 )
 def round_rows(x: Tensor, row_format: RowFormat) -> Tensor:
     """Values of x after the format's quantiser, in the dtype of x: `unpack_rows(pack_rows(x))` without the bytes."""
+    if row_format.name == FP8_BLOCK32:
+        codes, scale = _fp8_groups(x)
+        return (codes.to(torch.float32) * scale).flatten(-2).to(x.dtype)
+    if row_format.name == FP4_BLOCK32:
+        codes, scale = _fp4_groups(x)
+        return (e2m1_values(codes) * scale).flatten(-2).to(x.dtype)
     return unpack_rows(pack_rows(x, row_format), row_format, x.dtype)
 
 
