@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -348,3 +352,61 @@ def test_tiny_same_tokens_and_text_as_llm(tmp_path: Path) -> None:
                 assert outputs[-1].outputs == wanted.outputs
 
     run(main())
+
+
+def test_a_storm_of_consumers_leaves_nothing(fake_model: Any, naive_model: Any) -> None:
+    draw = random.Random(5)
+    ends = Counter[str]()
+
+    async def consume(llm: AsyncLLM, index: int) -> None:
+        await asyncio.sleep(draw.random() * 0.3)
+        prompt = [draw.randrange(6, 30) for _ in range(draw.randrange(1, 20))]
+        size, how = draw.randrange(1, 30), draw.choice(["stay", "slow", "leave", "cancel", "abort"])
+        params = SamplingParams(temperature=0, max_tokens=size, ignore_eos=True, n=draw.choice([1, 1, 2]))
+        patience = draw.randrange(1, 4)
+        outputs = llm.generate(prompt, params, f"request {index}", priority=draw.randrange(2))
+        count = 0
+        async for output in outputs:
+            ids = output.outputs[0].token_ids
+            count += 1
+            if how == "slow":
+                await asyncio.sleep(0.02)
+            elif count == patience and how == "leave":
+                await outputs.aclose()
+                break
+            elif count == patience and how == "cancel":
+                asyncio.current_task().cancel()
+            elif count == patience and how == "abort":
+                llm.abort(f"request {index}")
+        assert ids == naive_model(prompt, params, size, 0)[0][: len(ids)]
+        if how in ("stay", "slow"):
+            assert len(ids) == size
+        ends[how] += 1
+
+    async def main() -> None:
+        async with make(fake_model) as llm:
+            tasks = [asyncio.create_task(consume(llm, index)) for index in range(80)]
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            wrong = [result for result in results if result and not isinstance(result, asyncio.CancelledError)]
+            assert wrong == []
+            await settled(llm)
+            assert llm._streams == {}
+            assert sum(llm.stats.finished.values()) >= 80
+
+    run(main())
+    assert set(ends) >= {"stay", "slow", "leave", "abort"}
+
+
+def test_a_program_that_forgets_to_close_ends(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "tiny", "tiny")
+    code = (
+        "import asyncio, sys\nfrom deepinfer import AsyncLLM\n"
+        "llm = AsyncLLM(sys.argv[1], accelerator='cpu', max_model_len=128)\n"
+        "async def main():\n"
+        "    outputs = llm.generate([5, 6], {'max_tokens': 100, 'ignore_eos': True})\n"
+        "    print((await anext(outputs)).request_id)\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
