@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from deepinfer.engine.llm import LLM
     from deepinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
     from deepinfer.sampling.params import SamplingParams
+    from deepinfer.sampling.structured import StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ _PUBLIC = {
     "RequestOutput": "deepinfer.engine.outputs",
     "ScoreOutput": "deepinfer.engine.outputs",
     "SamplingParams": "deepinfer.sampling.params",
+    "StructuredOutput": "deepinfer.sampling.structured",
 }
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ScoreOutput",
+    "StructuredOutput",
     "__version__",
 ]
 

@@ -150,6 +150,14 @@ class Settings(BaseSettings):
         "", description="Comma list of stores of installed plugins that keep pages and state copies, fastest first."
     )
 
+    # Structured outputs.
+    xgrammar_timeout: float = Field(
+        20.0, gt=0.0, description="Seconds that compiling one grammar may take; then its request fails, no other."
+    )
+    xgrammar_cache_limit_bytes: int = Field(
+        1 << 30, ge=0, description="Host memory for compiled grammars that are kept for requests that repeat them."
+    )
+
     # Memory and loading.
     memory_utilization: float = Field(
         0.9, gt=0.0, le=1.0, description="Share of the free device memory that weights, workspaces and caches may take."

@@ -446,13 +446,13 @@ def test_a_grammar_mask_comes_after_the_bans_and_spares_other_rows(fake_model: A
     llm = make_llm(fake_model, zero_overhead_scheduling=False)
     sampler = llm._core.runner.sampler
     plain, draw = llm.generate([[7], [8]], SamplingParams(seed=1, max_tokens=6, ignore_eos=True)), sampler.draw
-    mask = torch.from_numpy(pack_ids([9, 11, 30], VOCAB))[None]
+    mask = pack_ids([9, 11, 30], VOCAB)[None]
     admitted: list[int] = []
 
-    def masked(plan: Any, inputs: Any, logits: Any, records: Any) -> Any:
+    def masked(plan: Any, inputs: Any, logits: Any, records: Any, masks: Any = None) -> Any:
         admitted.extend(plan.admitted_slots.tolist())
-        rows = torch.where(inputs.slots[inputs.sample_rows] == admitted[0], 0, -1)
-        return draw(plan, inputs, logits, records, mask, rows)
+        rows = np.where(inputs.slots[inputs.sample_rows].numpy() == admitted[0], 0, -1)
+        return draw(plan, inputs, logits, records, (mask, rows))
 
     sampler.draw = masked
     params = SamplingParams(seed=1, max_tokens=6, ignore_eos=True, logprobs=0)

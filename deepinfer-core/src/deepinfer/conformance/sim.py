@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from deepinfer.engine.grammars import MaskGate
 from deepinfer.engine.runner import DeviceStep, ModelRunner, StepResult
 from deepinfer.scheduler.plan import StepPlan
 
@@ -77,14 +78,14 @@ class DeviceClock:
 
 
 class _SimulatedStep:
-    def __init__(self, device: SimulatedDevice, plan: StepPlan) -> None:
-        self.device, self.plan = device, plan
+    def __init__(self, device: SimulatedDevice, plan: StepPlan, masks: MaskGate | None) -> None:
+        self.device, self.plan, self.masks = device, plan, masks
         self.moved = False
         self.future: Future[DeviceStep] = device.pool.submit(self._run)
 
     def _run(self) -> DeviceStep:
         try:
-            return self.device.execute(self.plan)
+            return self.device.execute(self.plan, self.masks)
         finally:
             self.moved = self.device.runner.moved_step >= self.plan.step
 
@@ -135,9 +136,14 @@ class SimulatedDevice:
         if isinstance(runner, ModelRunner):
             self._wrap(runner)
 
-    def submit(self, plan: StepPlan) -> _SimulatedStep:
+    @property
+    def is_inline(self) -> bool:
+        """False: steps run on a thread of their own."""
+        return False
+
+    def submit(self, plan: StepPlan, masks: MaskGate | None = None) -> _SimulatedStep:
         """Queue a step."""
-        return _SimulatedStep(self, plan)
+        return _SimulatedStep(self, plan, masks)
 
     def release(self, slot: int, pages: NDArray[np.int32]) -> None:
         """Queue the poisoning of a slot and pages."""
@@ -167,7 +173,7 @@ class SimulatedDevice:
         guard = getattr(self._loop, "guard", None)
         return function if guard is None else guard.excused(function)
 
-    def execute(self, plan: StepPlan) -> DeviceStep:
+    def execute(self, plan: StepPlan, masks: MaskGate | None = None) -> DeviceStep:
         """One step, on the worker thread."""
         clock, start = self.clock, time.perf_counter()
         if clock.last_end is not None:
@@ -175,7 +181,7 @@ class SimulatedDevice:
         try:
             self._fault, self._bad = self.fails(plan), self.bad_slots(plan)
             with self._guard:
-                result: DeviceStep = self.runner.launch(plan)
+                result: DeviceStep = self.runner.launch(plan, masks)
             return result
         finally:
             seconds = self.step_time if isinstance(self.step_time, float | int) else self.step_time(plan)
@@ -260,7 +266,7 @@ class StubRunner:
         self.poison_released = False
         self.moved_step = -1
 
-    def launch(self, plan: StepPlan) -> DeviceStep:
+    def launch(self, plan: StepPlan, masks: MaskGate | None = None) -> DeviceStep:
         """Draw for every sampled row."""
         self.moved_step = plan.step
         counts = plan.sample_counts.astype(np.int64)

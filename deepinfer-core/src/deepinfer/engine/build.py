@@ -15,6 +15,7 @@ from deepinfer.cache.tiers.exchange import TierExchange
 from deepinfer.checkpoint.digest import checkpoint_digest
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.executor import Executor, InlineExecutor, ThreadExecutor
+from deepinfer.engine.grammars import Grammars
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.engine.memory_plan import MemoryPlan, MemoryRequest
 from deepinfer.engine.prefix_tiers import PrefixTiers, make_stores
@@ -143,7 +144,8 @@ def build_engine(
     tiers = None
     if prefix is not None and exchange is not None:
         tiers = PrefixTiers(prefix, exchange, runner.blocks, running.run)
-    core = EngineCore(runner, scheduler, running, depth=depth, tiers=tiers)
+    grammars = Grammars(loaded.path, loaded.model.traits, settings, rows=config.max_num_seqs)
+    core = EngineCore(runner, scheduler, running, depth=depth, tiers=tiers, grammars=grammars)
     return BuiltEngine(core, plan, config.max_model_len)
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,11 +14,14 @@ from numpy.typing import NDArray
 
 from deepinfer.engine.block_copies import LostBlocks
 from deepinfer.engine.executor import Executor, InlineExecutor, PendingStep
+from deepinfer.engine.grammars import Grammars, MaskGate
 from deepinfer.engine.outputs import RequestMetrics, TokenLogprobs
 from deepinfer.engine.prefix_tiers import PrefixTiers
 from deepinfer.engine.runner import ModelRunner, StepResult
 from deepinfer.engine.stops import TextStream
-from deepinfer.errors import DeepInferError, EngineDead, InvalidRequest, RequestFailed
+from deepinfer.errors import DeepInferError, EngineDead, GrammarError, InvalidRequest, RequestFailed
+from deepinfer.grammar.compiler import CompiledGrammar
+from deepinfer.grammar.matcher import Matcher
 from deepinfer.observe.recorder import LoopRecorder
 from deepinfer.ops.sampling import STATUS_OK
 from deepinfer.sampling.params import SamplingParams
@@ -28,6 +32,8 @@ from deepinfer.scheduler.scheduler import ScheduledStep, Scheduler
 __all__ = ["EngineCore", "EngineStats", "Generation"]
 
 _logger = logging.getLogger("deepinfer.engine")
+
+POLL_SECONDS = 0.005
 
 
 @dataclass(eq=False)
@@ -46,6 +52,8 @@ class Generation:
         prompt_logprobs: of the prompt's ids, None where not known yet; None if not asked for.
         leader: the completion whose prompt it will reuse, while it waits for that; None once it is queued.
         followers: completions that wait for this one.
+        compiling: its grammar on the way; None without one, and once it has come.
+        matcher: what its grammar says next; None without one.
     """
 
     request: Request
@@ -61,6 +69,8 @@ class Generation:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     leader: Generation | None = None
     followers: list[Generation] = field(default_factory=list)
+    compiling: Future[CompiledGrammar] | None = None
+    matcher: Matcher | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -95,6 +105,7 @@ class _InFlight:
     scheduled: ScheduledStep
     pending: PendingStep
     launched: float
+    masks: MaskGate | None = None
 
 
 class EngineCore:
@@ -111,6 +122,11 @@ class EngineCore:
         depth: steps in flight at most while `step` plans: 2 is the asynchronous loop, 1 the synchronous one. The
             scheduler's `lookahead` must fit it.
         tiers: lower tiers of the scheduler's prefix cache.
+        grammars: serves structured outputs; None: they are refused.
+
+    A step with grammars is launched like any other and waits on the device's side, between forward pass and sampling,
+    for masks that the host fills as soon as it has read the step before. Such sequences decode one row a step: what may
+    follow a draft can only be said of drafts that the host knows.
     """
 
     def __init__(
@@ -121,6 +137,7 @@ class EngineCore:
         *,
         depth: int = 1,
         tiers: PrefixTiers | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -132,6 +149,9 @@ class EngineCore:
         self.executor: Executor = InlineExecutor(runner) if executor is None else executor
         self.depth = depth
         self.tiers = tiers
+        self.grammars = grammars
+        self._compiling: dict[str, Generation] = {}
+        self._failed: list[Generation] = []
         self._in_flight: deque[_InFlight] = deque()
         self._last_read = 0.0
         if runner.poison_released:
@@ -174,15 +194,27 @@ class EngineCore:
         sampling = SamplingRow(params.temperature, params.top_k, params.top_p, seed, completion, view)
         scored = params.prompt_logprobs is not None
         request = Request(
-            request_id, prompt, max_tokens, sampling, priority, reuse_prefix=not scored, scored=scored
+            request_id,
+            prompt,
+            max_tokens,
+            sampling,
+            priority,
+            reuse_prefix=not scored,
+            scored=scored,
+            single_row=params.grammar is not None,
         )
         if request_id in self._generations:
             raise InvalidRequest(f"{request_id!r} is already in flight", field="request_id")
         shares = self.scheduler.prefix is not None and prompt.size >= self.scheduler.config.page_size
         waits = leader is not None and shares and leader.metrics.first_token is None and leader.finish_reason is None
-        if waits:
+        compiling = None
+        if waits or params.grammar is not None:
             self.scheduler.check_fit(request_id, prompt.size, max_tokens)
-        else:
+        if params.grammar is not None:
+            self.check_grammars()
+            compiling = self.grammars.submit(params.grammar) if self.grammars is not None else None
+            request.state = RequestState.COMPILING
+        elif not waits:
             self._enqueue(request)
         stops = frozenset(params.stop_token_ids)
         metrics = RequestMetrics(arrival=time.perf_counter(), num_prompt_tokens=prompt.size)
@@ -192,6 +224,9 @@ class EngineCore:
         if params.prompt_logprobs is not None:
             generation.prompt_logprobs = [None] * prompt.size
         self._generations[request_id] = generation
+        if compiling is not None:
+            generation.compiling = compiling
+            self._compiling[request_id] = generation
         if waits and leader is not None:
             generation.leader = leader
             leader.followers.append(generation)
@@ -207,7 +242,94 @@ class EngineCore:
         followers, leader.followers = leader.followers, []
         for follower in followers:
             follower.leader = None
-            self._enqueue(follower.request)
+            if follower.compiling is None:
+                self._enqueue(follower.request)
+
+    def check_grammars(self) -> None:
+        """Verify that structured outputs can be served.
+
+        Raises:
+            CapabilityError: the grammar library is not installed.
+            InvalidRequest: the model has no tokenizer.
+        """
+        if self.grammars is None:
+            raise InvalidRequest("is not served by this engine", field="structured_output")
+        self.grammars.check()
+
+    def _take_grammars(self) -> None:
+        """Queue the requests whose grammars have come; end those whose grammars cannot be compiled."""
+        for generation in [item for item in self._compiling.values() if item.compiling and item.compiling.done()]:
+            done = generation.compiling
+            assert done is not None
+            params = generation.params
+            try:
+                grammar = done.result()
+                generation.matcher = grammar.matcher(stop_token_ids=params.stop_ids, free_after_end=params.ignore_eos)
+            except Exception as error:
+                self._refuse(generation, error)
+                continue
+            generation.compiling = None
+            del self._compiling[generation.request.request_id]
+            generation.request.state = RequestState.QUEUED
+            if generation.leader is None:
+                self._enqueue(generation.request)
+
+    def _refuse(self, generation: Generation, error: Exception) -> None:
+        """End a request for what its grammar says; the next call of `step` returns it."""
+        if not isinstance(error, DeepInferError):
+            cause = error
+            error = GrammarError(f"structured_output: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+        generation.error = error
+        self._finish(generation, FinishReason.ERROR)
+        self._failed.append(generation)
+
+    def _gate(self, scheduled: ScheduledStep) -> MaskGate | None:
+        """What a step must wait for: None if it samples for no grammar."""
+        for index in np.flatnonzero(scheduled.plan.samples).tolist():
+            generation = self._current(scheduled.requests[index])
+            if generation is not None and generation.matcher is not None:
+                return MaskGate()
+        return None
+
+    def _open(self, scheduled: ScheduledStep, masks: MaskGate | None) -> None:
+        """Fill the masks of a step; every step before it must have been read."""
+        if masks is None or masks.is_open:
+            return
+        try:
+            found = self._masks(scheduled)
+        except BaseException:
+            masks.cancel()
+            raise
+        masks.open(found)
+
+    def _masks(self, scheduled: ScheduledStep) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
+        counts = scheduled.plan.sample_counts
+        starts = (np.cumsum(counts, dtype=np.int64) - counts).tolist()
+        generations, sequences = [], []
+        for index in np.flatnonzero(counts).tolist():
+            generation = self._current(scheduled.requests[index])
+            if generation is not None and generation.matcher is not None:
+                generations.append(generation)
+                sequences.append(index)
+        if not generations or self.grammars is None:
+            return None
+        matchers = [generation.matcher for generation in generations if generation.matcher is not None]
+        mask, constrained, errors = self.grammars.fill(matchers)
+        rows = np.full(int(counts.sum()), -1, np.int64)
+        for row, (generation, index) in enumerate(zip(generations, sequences, strict=True)):
+            error = errors[row]
+            if error is not None:
+                self._refuse(generation, error)
+            elif constrained[row]:
+                # All rows of a sequence: what follows an unknown draft is masked too, never free.
+                rows[starts[index] : starts[index] + counts[index]] = row
+        return (mask, rows) if (rows >= 0).any() else None
+
+    def _current(self, request: Request) -> Generation | None:
+        """The generation behind a planned request, if it has not ended since."""
+        generation = self._generations.get(request.request_id)
+        return generation if generation is not None and generation.request is request else None
 
     def abort(self, request_id: str) -> Generation | None:
         """End a request wherever it is; None if it is unknown or has already ended."""
@@ -224,8 +346,13 @@ class EngineCore:
 
     def close(self) -> None:
         """End the executor; the steps in flight are waited for and forgotten."""
+        for step in self._in_flight:
+            if step.masks is not None:
+                step.masks.cancel()
         self._in_flight.clear()
         self.executor.close()
+        if self.grammars is not None:
+            self.grammars.close()
         if self.tiers is not None:
             self.tiers.close()
 
@@ -243,20 +370,30 @@ class EngineCore:
     def _guarded(self, call: Callable[[], list[Generation]]) -> list[Generation]:
         self._check_alive()
         try:
-            return call()
+            changed = call()
+            failed, self._failed = self._failed, []
+            return list(dict.fromkeys([*failed, *changed]))
         except Exception as error:
             self._dead = error
             raise EngineDead(f"the step loop failed: {type(error).__name__}: {error}") from error
 
     def _step(self) -> list[Generation]:
         changed: list[Generation] = []
+        if self._compiling:
+            self._take_grammars()
         launched = self._launch()
-        if not launched and not self._in_flight and self.tiers is not None and self.tiers.wait():
-            return changed
+        if not launched and not self._in_flight:
+            if self.tiers is not None and self.tiers.wait():
+                return changed
+            if self._compiling:
+                wait([item.compiling for item in self._compiling.values() if item.compiling], POLL_SECONDS)
+                return changed
         if not launched and not self._in_flight and self._generations:
             raise RuntimeError(f"nothing can run although {len(self._generations)} requests are unfinished")
         if self._in_flight and (not launched or len(self._in_flight) >= self.depth):
             changed = self._read()
+        if self._in_flight:
+            self._open(self._in_flight[0].scheduled, self._in_flight[0].masks)
         if not self._generations:
             changed += self._read_all()
         return changed
@@ -274,13 +411,17 @@ class EngineCore:
             metrics = self._generations[request.request_id].metrics
             metrics.first_scheduled = start if metrics.first_scheduled is None else metrics.first_scheduled
             metrics.num_steps += 1
+        masks = self._gate(scheduled)
+        if masks is not None and (self.executor.is_inline or not self._in_flight):
+            self._failed += self._read_all()
+            self._open(scheduled, masks)
         try:
-            pending = self.executor.submit(scheduled.plan)
+            pending = self.executor.submit(scheduled.plan, masks)
         except BaseException as error:  # An interrupted step leaves its sequences undefined.
             self.scheduler.complete(scheduled.plan.step)
             self._fail(scheduled, error, moved=False)
             raise
-        self._in_flight.append(_InFlight(scheduled, pending, start))
+        self._in_flight.append(_InFlight(scheduled, pending, start, masks))
         running = len(scheduled.requests)
         self.recorder.launched(
             scheduled.plan.step,
@@ -298,6 +439,7 @@ class EngineCore:
         step = self._in_flight[0]
         result: StepResult | None = None
         failure: Exception | None = None
+        self._open(step.scheduled, step.masks)
         try:
             result = step.pending.read()
         except Exception as error:
@@ -361,7 +503,7 @@ class EngineCore:
                     self._bad_logits(generation)
                 else:
                     self._append(generation, tokens[row], now)
-                    if generation.logprobs is not None and result.logprobs is not None:
+                    if generation.error is None and generation.logprobs is not None and result.logprobs is not None:
                         count = int(generation.params.logprobs or 0)
                         found = result.logprobs.at(scored[row], tokens[row], count)
                         generation.logprobs.append(found)
@@ -397,6 +539,13 @@ class EngineCore:
         if metrics.first_token is None:
             metrics.first_token = now
         metrics.last_token = now
+        if generation.matcher is not None:
+            try:
+                generation.matcher.commit([token])
+            except GrammarError as error:
+                generation.error = error
+                self._finish(generation, FinishReason.ERROR)
+                return
         generation.token_ids.append(token)
         generation.metrics.num_generated_tokens += 1
         stopped = generation.text is not None and generation.text.push(token)
@@ -440,9 +589,14 @@ class EngineCore:
         return changed
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
-        if generation.leader is not None:
-            generation.leader.followers.remove(generation)
-            generation.leader = None
+        if generation.leader is not None or generation.compiling is not None:
+            if generation.leader is not None:
+                generation.leader.followers.remove(generation)
+                generation.leader = None
+            if generation.compiling is not None:
+                generation.compiling.cancel()
+                generation.compiling = None
+                del self._compiling[generation.request.request_id]
             generation.request.state, generation.request.finish_reason = RequestState.FINISHED, reason
         else:
             if self.tiers is not None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer.engine.grammars import MaskGate
 from deepinfer.engine.runner import DeviceStep, ModelRunner, StepResult
 from deepinfer.scheduler.plan import StepPlan
 
@@ -35,8 +36,12 @@ class PendingStep(Protocol):
 class Executor(Protocol):
     """Runs plans and releases in the order in which they are handed in, and never makes the caller wait for one."""
 
-    def submit(self, plan: StepPlan) -> PendingStep:
-        """Start a step behind those before it."""
+    @property
+    def is_inline(self) -> bool:
+        """Whether `submit` runs the step itself, so that its masks must be known before."""
+
+    def submit(self, plan: StepPlan, masks: MaskGate | None = None) -> PendingStep:
+        """Start a step behind those before it; with grammars it samples when `masks` is open."""
 
     def release(self, slot: int, pages: NDArray[np.int32]) -> None:
         """Tell the device, behind the steps before, that nobody owns a slot and pages any more."""
@@ -51,13 +56,13 @@ class Executor(Protocol):
 class _Step:
     """One step on whatever thread; remembers how far a failed one came."""
 
-    def __init__(self, runner: ModelRunner, plan: StepPlan) -> None:
-        self._runner, self._plan = runner, plan
+    def __init__(self, runner: ModelRunner, plan: StepPlan, masks: MaskGate | None) -> None:
+        self._runner, self._plan, self._masks = runner, plan, masks
         self.moved = False
 
     def launch(self) -> DeviceStep:
         try:
-            return self._runner.launch(self._plan)
+            return self._runner.launch(self._plan, self._masks)
         finally:
             self.moved = self._runner.moved_step >= self._plan.step
 
@@ -88,9 +93,14 @@ class ThreadExecutor:
         self._runner = runner
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-step")
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    @property
+    def is_inline(self) -> bool:
+        """False."""
+        return False
+
+    def submit(self, plan: StepPlan, masks: MaskGate | None = None) -> PendingStep:
         """Queue a step for the worker."""
-        step = _Step(self._runner, plan)
+        step = _Step(self._runner, plan, masks)
         return _FutureStep(step, self._pool.submit(step.launch))
 
     def release(self, slot: int, pages: NDArray[np.int32]) -> None:
@@ -128,9 +138,14 @@ class InlineExecutor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    @property
+    def is_inline(self) -> bool:
+        """True."""
+        return True
+
+    def submit(self, plan: StepPlan, masks: MaskGate | None = None) -> PendingStep:
         """Run a step now."""
-        step = _Step(self._runner, plan)
+        step = _Step(self._runner, plan, masks)
         outcome: Any
         try:
             outcome = step.launch()

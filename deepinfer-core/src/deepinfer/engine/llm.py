@@ -230,6 +230,8 @@ class LLM:
                     "bounded replay leaves prompt rows out; set DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE=off",
                     field="prompt_logprobs",
                 )
+            if ticket.params.grammar is not None:
+                core.check_grammars()
             if ticket.params.stop_strings:
                 TextStream(self._codec, ticket.params)  # Refused now, not in the middle of a batch.
             ids = self._encode(item.text, add_bos) if item.token_ids is None else item.token_ids

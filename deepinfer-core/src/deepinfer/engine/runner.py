@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.engine.block_copies import BlockCopies
+from deepinfer.engine.grammars import MaskGate
 from deepinfer.engine.host_copies import HostCopies
 from deepinfer.engine.loader import DraftResult, ServedModel
 from deepinfer.engine.sampler import Drawn, LogprobRows, Sampler
@@ -168,20 +169,22 @@ class ModelRunner:
         self._commit = model.table.commit_step
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> DeviceStep:
+    def launch(self, plan: StepPlan, masks: MaskGate | None = None) -> DeviceStep:
         """Run a plan up to its committed records without reading anything back.
+
+        With `masks` it waits after the forward pass until they are known.
 
         If it raises, the sequences of the plan are undefined: later plans that name their slots run them as padding
         until the slots are admitted anew.
         """
         self._broken.difference_update(plan.admitted_slots.tolist(), (move.slot for move in plan.restores))
         try:
-            return self._launch(self._without_broken(plan))
+            return self._launch(self._without_broken(plan), masks)
         except BaseException:
             self._broken.update(plan.slots.tolist())
             raise
 
-    def _launch(self, plan: StepPlan) -> DeviceStep:
+    def _launch(self, plan: StepPlan, masks: MaskGate | None) -> DeviceStep:
         self._move(plan)
         self.sampler.admit(plan)
         records = self.records
@@ -191,7 +194,7 @@ class ModelRunner:
         inputs = self._expand(records, tensors, plan.row_bucket, sampled_rows, traits.ring_length, traits.ngram_size)
         inputs.kept_bucket = plan.kept_bucket
         logits, prompt_logprobs = self._forward(plan, inputs)
-        drawn = self._sample_rows(plan, inputs, logits)
+        drawn = self._sample_rows(plan, inputs, logits, None if masks is None else masks.take())
         tokens, status = drawn.tokens, drawn.status
         fed = inputs.token_ids[inputs.sample_rows.clamp(min=0)]
         accepted, last = self._verify(
@@ -218,12 +221,18 @@ class ModelRunner:
         logits = self.model.forward(wider, self.storage).logits
         return logits[:sampled], self.sampler.prompt_logprobs(plan, logits[sampled:])
 
-    def _sample_rows(self, plan: StepPlan, inputs: StepInputs, logits: Tensor) -> Drawn:
+    def _sample_rows(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        logits: Tensor,
+        masks: tuple[NDArray[np.int32], NDArray[np.int64]] | None,
+    ) -> Drawn:
         """Draw after each sampled row: tokens [R] and status [R], -1 and 0 for padding."""
         rows = inputs.sample_rows
         if rows.shape[0] == 0:
             return Drawn(torch.full_like(rows, -1), torch.zeros_like(rows, dtype=torch.int32))
-        return self.sampler.draw(plan, inputs, logits, self.records)
+        return self.sampler.draw(plan, inputs, logits, self.records, masks)
 
     def _draft(self, anchors: Tensor, positions: Tensor, slots: Tensor) -> DraftResult:
         if self.drafter is not None:

@@ -245,8 +245,7 @@ class Sampler:
         inputs: StepInputs,
         logits: Tensor,
         records: SlotRecords,
-        mask: Tensor | None = None,
-        mask_rows: Tensor | None = None,
+        masks: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None,
     ) -> Drawn:
         """Draw after each sampled row: token -1 and status 0 for padding.
 
@@ -254,18 +253,18 @@ class Sampler:
             plan: of the step. inputs: expanded from it.
             logits: [R, V] of `inputs.sample_rows`; changed in place.
             records: of the slots.
-            mask, mask_rows: int32 [M, ceil(V / 32)] and int64 [R], as `apply_token_mask` takes them, of the rows that
-                follow a grammar; None: no row does.
+            masks: int32 [M, ceil(V / 32)] and int64 [R], as `apply_token_mask` takes them, of the rows that follow a
+                grammar, on the host; None: no row does.
         """
         sample_rows = inputs.sample_rows
         rows = self._rows(plan, inputs)
         logits = logits.to(torch.float32)
         wanted = np.flatnonzero(rows.features & Feature.LOGPROBS)
-        changes = bool((rows.features & ADJUSTED).any()) or mask is not None
+        changes = bool((rows.features & ADJUSTED).any()) or masks is not None
         raw = logits[self._send(wanted)] if wanted.size and changes else logits
         logits = self._adjust(rows, inputs, logits)
-        if mask is not None:
-            logits = self._mask(logits, mask, mask_rows)
+        if masks is not None:
+            logits = self._masked(logits, *masks)
         slots = rows.slots.clamp(min=0)
         filters = [records.temperature[slots], records.top_k[slots], records.top_p[slots]]
         draws = [records.seed[slots], inputs.sample_positions + 1, records.completion[slots]]
@@ -371,6 +370,17 @@ class Sampler:
             chosen = needed[at : at + size]
             index = self._send(chosen)
             logits[index] = self._adjust_block(rows, inputs, chosen, index, logits[index])
+        return logits
+
+    def _masked(self, logits: Tensor, mask: NDArray[np.int32], mask_rows: NDArray[np.int64]) -> Tensor:
+        """What grammars allow, for the rows that follow one, in blocks of rows."""
+        words = self._send(mask)
+        needed = np.flatnonzero(mask_rows >= 0)
+        size = max(1, BLOCK_ELEMENTS // self.vocab_size)
+        for at in range(0, needed.size, size):
+            chosen = needed[at : at + size]
+            index = self._send(chosen)
+            logits[index] = self._mask(logits[index], words, self._send(mask_rows[chosen]))
         return logits
 
     def _adjust_block(

@@ -159,6 +159,11 @@ class GrammarCompiler:
         return future
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """Of the model."""
+        return self._vocabulary
+
+    @property
     def stats(self) -> CompilerStats:
         """A snapshot of the counts."""
         with self._changed:

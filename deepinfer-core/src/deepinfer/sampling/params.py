@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
 
 from deepinfer.errors import InvalidRequest
+from deepinfer.sampling.structured import StructuredOutput
 
 __all__ = ["ALIASES", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "LogprobsMode", "SamplingParams"]
 
@@ -68,6 +69,10 @@ class SamplingParams:
         logprobs_mode: "raw": before everything above, at temperature 1; "processed": of the distribution that was
             drawn from. Those of the prompt are always raw.
         golden_token_ids: forced tokens by index in the output, -1 where free; ids beyond its end are free.
+        structured_output: the grammar that the output follows, as `StructuredOutput` or a dict of its fields. Where the
+            text ends with "stop" by EOS it is complete; a length limit, a stop id or a stop string may cut it.
+        so_args: the same as the official engine takes it (`StructuredOutput.from_so_args`); folded into
+            `structured_output`.
         top_logprobs: as in `logprobs=True, top_logprobs=5`, or alone; folded into `logprobs`.
         seq_seed: other name of `seed`; folded into it.
         first_n_token_no_eos: no EOS among the first tokens; folded into `min_tokens`.
@@ -99,6 +104,8 @@ class SamplingParams:
     prompt_logprobs: int | bool | None = None
     logprobs_mode: LogprobsMode = "raw"
     golden_token_ids: Iterable[int] | None = None
+    structured_output: StructuredOutput | Mapping[str, Any] | None = None
+    so_args: Mapping[str, Any] | None = None
     top_logprobs: int = 0
     seq_seed: int | None = None
     first_n_token_no_eos: int = 0
@@ -109,6 +116,7 @@ class SamplingParams:
         self._check_limits()
         self._check_seed()
         self._check_logprobs()
+        self._check_grammar()
 
     def _set(self, field: str, check: Callable[[str, Any], Any]) -> None:
         object.__setattr__(self, field, check(field, getattr(self, field)))
@@ -178,6 +186,25 @@ class SamplingParams:
         if self.logprobs_mode not in ("raw", "processed"):
             _refuse("logprobs_mode", self.logprobs_mode, "'raw' or 'processed'")
 
+    def _check_grammar(self) -> None:
+        wanted = self.structured_output
+        if isinstance(wanted, Mapping):
+            known = StructuredOutput.__dataclass_fields__
+            for name in wanted:
+                if name not in known:
+                    message = f"is not a field; known: {', '.join(known)}"
+                    raise InvalidRequest(message, field=f"structured_output.{name}")
+            wanted = StructuredOutput(**wanted)
+        elif wanted is not None and not isinstance(wanted, StructuredOutput):
+            _refuse("structured_output", wanted, "a StructuredOutput, a dict of its fields or None")
+        if self.so_args is not None:
+            official = StructuredOutput.from_so_args(self.so_args)
+            if wanted not in (None, official):
+                _refuse("so_args", self.so_args, "equal to structured_output; give one of the two")
+            wanted = official
+        object.__setattr__(self, "structured_output", wanted)
+        object.__setattr__(self, "so_args", None)
+
     # ---- the normal forms, typed -------------------------------------------------------------------------------------
 
     @property
@@ -209,6 +236,11 @@ class SamplingParams:
     def forced(self) -> tuple[int, ...]:
         """`golden_token_ids`; empty for none."""
         return cast(tuple[int, ...], self.golden_token_ids or ())
+
+    @property
+    def grammar(self) -> StructuredOutput | None:
+        """`structured_output`, as an object."""
+        return cast("StructuredOutput | None", self.structured_output)
 
     @property
     def has_penalties(self) -> bool:

@@ -19,8 +19,10 @@ class RequestState(StrEnum):
     """Where a request is: queued -> running <-> preempted -> finished; it may be aborted in every state.
 
     A request whose prefix may lie in a lower tier of the cache is `loading` before it is queued, for a bounded time.
+    One with a grammar is `compiling` before that, for a bounded time, and unknown to the scheduler meanwhile.
     """
 
+    COMPILING = "compiling"
     LOADING = "loading"
     QUEUED = "queued"
     RUNNING = "running"
@@ -91,6 +93,7 @@ class Request:
         num_preemptions: times that it was preempted.
         reuse_prefix: False if every row of its prompt must run.
         scored: logits of every row of its prompt are wanted, which bounds its chunks.
+        single_row: it decodes one row a step, without drafts.
         chain: its way through the prefix cache, from its first admission on; None without one.
         num_cached_tokens: tokens of its prompt that were found in the cache.
         num_forwarded: tokens whose rows are accepted, as the host knows.
@@ -111,6 +114,7 @@ class Request:
     num_preemptions: int = 0
     reuse_prefix: bool = True
     scored: bool = False
+    single_row: bool = False
     chain: PrefixChain | None = None
     num_cached_tokens: int = 0
     num_forwarded: int = 0

@@ -144,6 +144,7 @@ class Scheduler:
         self._completed = -1
         size = slots.num_slots
         self._active = np.zeros(size, np.bool_)
+        self._single_row = np.zeros(size, np.bool_)
         self._prompt_length = np.zeros(size, np.int32)
         self._max_draws = np.zeros(size, np.int32)
         self._scheduled = np.zeros(size, np.int32)
@@ -438,7 +439,8 @@ class Scheduler:
         if self._prefilling or len(self.queue):
             spare //= 2
         most = min(self.config.num_drafts, spare // decoding.size)
-        return np.minimum(1 + most, self._max_draws[decoding] - self._draws[decoding])
+        wanted = np.where(self._single_row[decoding], 1, 1 + most).astype(np.int32)
+        return np.minimum(wanted, self._max_draws[decoding] - self._draws[decoding])
 
     def _missing(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int32]:
         """Pages that each sequence lacks for its next rows."""
@@ -525,6 +527,7 @@ class Scheduler:
         request.state = RequestState.RUNNING
         self._owner[slot] = request
         self._active[slot] = True
+        self._single_row[slot] = request.single_row
         self._prompt_length[slot] = request.num_prompt_tokens
         self._max_draws[slot] = request.max_tokens
         self._scheduled[slot] = self._draws[slot] = self._granted[slot] = 0
