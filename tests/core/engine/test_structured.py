@@ -209,6 +209,32 @@ def test_others_run_while_a_grammar_is_compiled(fake_model: Any, make: Make, gra
     core.scheduler.assert_idle()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_completions_that_share_a_prompt_wait_for_both(
+    fails: bool, fake_model: Any, make: Make, grammars: Grammars
+) -> None:
+    core = make(fake_model)
+    core.grammars = slow = Slow(grammars)
+    prompt = np.arange(6, 16)
+    options: dict[str, Any] = {"seed": 3, "max_tokens": 20}
+    first = core.add("first", prompt, sampling(WORDS), **options)
+    second = core.add("second", prompt, sampling(WORDS), completion=1, leader=first, **options)
+    third = core.add("third", prompt, sampling(WORDS), completion=2, leader=first, **options)
+    good = grammars.submit(WORDS).result()
+    slow.futures[1].set_result(good)
+    core.step()
+    assert core.abort("third") is third
+    if fails:
+        slow.futures[0].set_exception(GrammarError("no"))
+    else:
+        slow.futures[0].set_result(good)
+    finish(core)
+    assert (first.error is None) is not fails
+    assert second.request.num_cached_tokens == (0 if fails else 8)
+    assert text_of(second.token_ids) in ("yes", "no", "nobody")
+    core.scheduler.assert_idle()
+
+
 def test_aborted_while_nothing_else_runs(fake_model: Any, make: Make, grammars: Grammars) -> None:
     core = make(fake_model)
     core.grammars = Slow(grammars)
