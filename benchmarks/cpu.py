@@ -300,6 +300,9 @@ def measure_preset(preset: str, threads: int, batches: list[int]) -> dict[str, A
         max_num_batched_tokens=rows,
         max_model_len=MAX_MODEL_LEN,
         num_pages=max(batches) * 4 + 1,
+        # A step ends before the next is planned, and every prompt is computed: what both twins do.
+        zero_overhead_scheduling=False,
+        enable_prefix_caching=False,
     )
     race, tokens, repeats = Race(llm), DECODE_STEPS[preset] + 1, REPEATS[preset]
     entries = [race.measure(batch, "greedy", GREEDY, tokens, repeats) for batch in batches]

@@ -128,8 +128,8 @@ class Settings(BaseSettings):
     prefix_snapshots: int | None = Field(
         None,
         ge=0,
-        description="Copies of state slots from which prompts can resume. Empty: two for each of `max_num_seqs`, within "
-        "a tenth of the cache memory; 0 turns reuse off.",
+        description="Copies of state slots from which prompts can resume. Empty: two for each of `max_num_seqs`, in at "
+        "most a tenth of the cache memory; 0 turns reuse off.",
     )
     prefix_snapshot_interval: int = Field(
         4096, ge=1, description="Tokens between the copies that a long prompt leaves; rounded down to whole pages."

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.models import tiny_checkpoint
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.errors import ConfigError, InvalidRequest
-from support.models import tiny_checkpoint
 
 KEEP = 28
 """The least for a window of 16 and drafts of 5."""
@@ -20,9 +20,7 @@ PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True, 
 def _tokens(mode: str, *, keep: int = KEEP, rounds: int = 1, **settings: Any) -> list[list[Any]]:
     """Ids and log-probabilities of every prompt, by round."""
     options = {"batch_invariant": True, "page_size": 16, "use_nextn_decode": 5, **settings}
-    with LLM(
-        tiny_checkpoint(), yoco_prefill_truncation_mode=mode, yoco_prefill_keep_tokens=keep, **options
-    ) as llm:
+    with LLM(tiny_checkpoint(), yoco_prefill_truncation_mode=mode, yoco_prefill_keep_tokens=keep, **options) as llm:
         runs = [llm.generate(PROMPTS, PARAMS, use_tqdm=False) for _ in range(rounds)]
     return [[(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in run] for run in runs]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -352,7 +353,7 @@ def _live_rows(records: SlotRecords, plan: PlanTensors) -> Tensor:
 
 def _sampled_rows(
     plan: PlanTensors, sample_bucket: int, starts: Tensor, counts: Tensor, seq_first: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The sampled rows of a step: those that the plan wants and that hold a token."""
     planned = _planned_samples(plan)
     ends = torch.cumsum(planned, 0)

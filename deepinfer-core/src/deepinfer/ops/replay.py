@@ -91,7 +91,7 @@ def _keep_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
         "nothing kept": _step(generator, [0], [2 * scale], [9 * scale], 0),
     }
     for label, step in steps.items():
-        idle = step.positions < step.keep_from
+        idle = step.positions < _keep_from(step)
         yield Sample(label, {"step": step}, unread={"step.token_ids": idle, "step.history": idle})
 
 
