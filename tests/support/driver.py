@@ -214,6 +214,7 @@ class Driver:
         """Run a next token and drafts of our choice as one verification step, then drop the last `rejected` rows."""
         self.records.next_token[slot] = tokens[0]
         self.records.drafts[slot, : len(tokens) - 1] = torch.tensor(tokens[1:], dtype=torch.int64)
+        self.records.draft_count[slot] = len(tokens) - 1
         step = self.step([Part(slot, count=len(tokens))])
         self.commit(step, rejected=[rejected])
         return step.logits[slot]

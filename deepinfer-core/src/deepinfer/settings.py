@@ -247,9 +247,13 @@ def load_settings(**overrides: Any) -> Settings:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of our prefix that neither core nor an installed plugin reads, each with a hint to the nearest name."""
+    """Variables of our prefix that neither core nor an installed plugin reads, each with a hint to the nearest name.
+
+    `DEEPINFER_TEST_*` belongs to the test suite.
+    """
     known = {PREFIX + name.upper() for name in Settings.model_fields}
-    unknown = [name for name in environ if name.startswith(PREFIX) and name not in known]
+    ours = [name for name in environ if name.startswith(PREFIX) and not name.startswith(PREFIX + "TEST_")]
+    unknown = [name for name in ours if name not in known]
     if unknown:  # Only now is it worth looking at what plugins declare.
         from deepinfer.plugins.host import default_host
 
