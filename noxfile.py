@@ -75,6 +75,6 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure the engine on the CPU backend; arguments go to the benchmark."""
-    _install(session, "test")
-    session.run("python", "benchmarks/cpu.py", *session.posargs)
+    """Measure the engine on the CPU backend; `nox -s bench -- --into docs/benchmarks/cpu.md` renews the page."""
+    _install(session, "bench")
+    session.run("python", "benchmarks/cpu.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
