@@ -12,7 +12,7 @@ COLOURS = {"engine": "#33658a", "straight": "#86bbd8", "plain": "#c9c9c9"}
 
 def tables(result: dict[str, Any]) -> str:
     """All tables as Markdown."""
-    parts = [_machine(result["machine"])]
+    parts = [_machine(result)]
     for kind in ("decode", "prefill"):
         parts.append(f"### {kind.capitalize()}\n\n" + _throughput(result, kind))
     parts.append("### Price of row-invariant products\n\n" + _products(result))
@@ -20,7 +20,9 @@ def tables(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _machine(machine: dict[str, Any]) -> str:
+def _machine(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    equal = [run["straight_equals_engine_bits"] for preset in result["presets"] for run in preset["runs"]]
     return _table(
         ("what", "value"),
         [
@@ -31,6 +33,7 @@ def _machine(machine: dict[str, Any]) -> str:
             ("deepinfer-core", machine["deepinfer"]),
             ("load average before and after", f"{machine['load_before']:.1f}, {machine['load_after']:.1f}"),
             ("seconds", f"{machine['seconds']:.0f}"),
+            ("logits of engine and straight line equal bit for bit", f"in {sum(equal)} of {len(equal)} measurements"),
         ],
     )
 
