@@ -15,7 +15,7 @@ from deepinfer.engine.runner import history_length, pack_plan
 from deepinfer.models.deepseek_v41.graph import Graph
 from deepinfer.models.deepseek_v41.spec import DeepseekV41
 from deepinfer.ops.draft import DraftResult
-from deepinfer.ops.metadata import SlotRecords, StepInputs
+from deepinfer.ops.step import SlotRecords, StepInputs
 from deepinfer.scheduler.plan import SamplingRows, StepPlan
 
 __all__ = ["Driver", "Part", "Step", "insert_padding", "splits_of"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def test_ids_in_ids_out(tiny: Path) -> None:
     words = ("--token-ids", "5,6,7", "--max-tokens", "5", "--seed", "3", "--ignore-eos")
     first = run(*words, "--model", str(tiny), "--json")
     assert first.returncode == 0, first.stderr
+    assert re.search(r"\[read 0\.\d+ GB in \d+\.\d\d s, \d+\.\d\d GB/s\]", first.stderr)
     report = json.loads(first.stdout)
     assert report["prompt_token_ids"] == [5, 6, 7]
     assert len(report["token_ids"]) == 5

@@ -15,7 +15,7 @@ from deepinfer.engine.build import build_engine
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.models.traits import ModelTraits
 from deepinfer.ops import cache, grammar_mask, logits, metadata, sampling, verification
-from deepinfer.ops.metadata import StepInputs
+from deepinfer.ops.step import StepInputs
 from deepinfer.settings import Settings
 
 VOCAB = 37
@@ -46,6 +46,10 @@ class Storage:
 
     pages: Tensor
     slots: Tensor
+
+    def poison(self, slot: int, pages: Tensor) -> None:
+        self.slots[slot] = 0xFF
+        self.pages[pages] = 0xFF
 
 
 class FakeModel:
@@ -148,7 +152,7 @@ class FakeModel:
         return SimpleNamespace(logits=found)
 
     def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: Storage) -> Any:
-        raise NotImplementedError("the fake proposes nothing")
+        pytest.fail("the fake has no drafter; an engine over it must bring one")
 
 
 def naive(prompt: list[int], params: Any, limit: int, seed: int) -> tuple[list[int], str]:

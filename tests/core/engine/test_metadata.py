@@ -11,7 +11,8 @@ import torch
 
 from deepinfer.engine.runner import history_length, pack_plan
 from deepinfer.ops.contract import CONTRACTS
-from deepinfer.ops.metadata import PlanTensors, SlotRecords, StepInputs, commit_step, expand_plan
+from deepinfer.ops.metadata import commit_step, expand_plan
+from deepinfer.ops.step import PlanTensors, SlotRecords, StepInputs
 from deepinfer.scheduler.plan import SamplingRows, StepPlan
 
 

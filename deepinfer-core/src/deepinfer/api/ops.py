@@ -18,10 +18,10 @@ from deepinfer.ops.handles import (
 )
 from deepinfer.ops.hyper_connection import HyperConnectionWeights, initial_mixes
 from deepinfer.ops.indexer import IndexParameters, visible_entries
-from deepinfer.ops.metadata import PlanTensors, SlotRecords, StepInputs
 from deepinfer.ops.moe import MoeWeights, gated_activation
 from deepinfer.ops.quant import FP4_BLOCK16, FP4_BLOCK32, FP8_BLOCK32, RowFormat, round_rows
 from deepinfer.ops.sample_inputs import RawWeight, RowsInput
+from deepinfer.ops.step import PlanTensors, SlotRecords, StepInputs
 
 __all__ = [
     "CONTRACTS",

@@ -209,12 +209,9 @@ class CacheStorage:
         caches = {source.layer: _entry_cache(layout, source, pages, slots) for source in layout.sources}
         return cls(layout, pages, slots, rings, caches)
 
-    def poison_slots(self, slots: Tensor) -> None:
-        """Forget what slots held, so that a read of something never written shows as NaN."""
-        self.slots[slots] = POISON
-
-    def poison_pages(self, pages: Tensor) -> None:
-        """Forget what pages held."""
+    def poison(self, slot: int, pages: Tensor) -> None:
+        """Forget what a slot and pages held, so that a read of something never written shows as NaN."""
+        self.slots[slot] = POISON
         self.pages[pages] = POISON
 
 

@@ -54,6 +54,9 @@ class ReadStats:
         """10^9 bytes per second, 0 before the first read."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
+    def __str__(self) -> str:
+        return f"{self.bytes / 1e9:.3f} GB in {self.seconds:.2f} s, {self.gigabytes_per_second:.2f} GB/s"
+
 
 @dataclass(frozen=True)
 class ReadRequest:

@@ -50,6 +50,7 @@ def generate(
     name = default_model() if model is None else model
     announce(name, chosen=model is not None)
     with LLM(name, accelerator=accelerator, max_model_len=max_model_len, max_num_seqs=1) as llm:
+        typer.echo(f"[read {llm.load_stats}]", err=True)
         steps = llm.trace() if trace is not None else None
         (output,) = llm.generate(given, params)
         if steps is not None and trace is not None:

@@ -22,8 +22,8 @@ from deepinfer.engine.prefix_tiers import PrefixTiers, make_stores
 from deepinfer.engine.runner import Drafter, ModelRunner, history_length
 from deepinfer.engine.sampler import sampler_bytes, sampler_table_bytes
 from deepinfer.errors import ConfigError
-from deepinfer.ops.metadata import SlotRecords
 from deepinfer.ops.sampling import sampling_bytes
+from deepinfer.ops.step import SlotRecords
 from deepinfer.scheduler.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.ops.metadata import SlotRecords
+from deepinfer.ops.step import SlotRecords
 from deepinfer.scheduler.plan import Move
 
 __all__ = ["HostCopies"]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer.checkpoint.reader import ReadStats
 from deepinfer.engine.build import build_engine
 from deepinfer.engine.core import Generation
 from deepinfer.engine.loader import LoadedModel, load_model
@@ -345,6 +346,12 @@ class LLM:
     def stats(self) -> Any:
         """Counts of the step loop since the start (`EngineStats`)."""
         return self._alive().stats
+
+    @property
+    def load_stats(self) -> ReadStats:
+        """Bytes, seconds and GB/s of the checkpoint's reads."""
+        stats: ReadStats = self._alive().runner.model.load_stats
+        return stats
 
     def metrics_text(self) -> str:
         """Counters, gauges and latency histograms in the text format of Prometheus; may be called on any thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
 
     from deepinfer.backend.backend import Backend, StepLimits
     from deepinfer.backend.runtime import DeviceRuntime
-    from deepinfer.ops.metadata import StepInputs
+    from deepinfer.checkpoint.reader import ReadStats
+    from deepinfer.ops.step import StepInputs
     from deepinfer.settings import Settings
 
 __all__ = ["LoadedModel", "ServedModel", "StepOps", "load_model"]
+
+_logger = logging.getLogger("deepinfer.engine")
 
 
 class ForwardResult(Protocol):
@@ -62,11 +66,13 @@ class ServedModel(Protocol):
         traits: sizes and ids.
         table: the bound kernel table.
         device: of all its tensors.
+        load_stats: what was read of the checkpoint, and how fast.
     """
 
     traits: ModelTraits
     table: StepOps
     device: torch.device
+    load_stats: ReadStats
 
     def workspace_bytes(self, limits: StepLimits) -> int:
         """Bytes of temporaries of the largest step."""
@@ -136,6 +142,7 @@ def load_model(name: str | Path | None, settings: Settings) -> LoadedModel:
     apply_process_settings(wanted, owner=f"an engine on {backend.name!r}")
     budget = int(runtime.memory_info().free * settings.memory_utilization)
     model = import_factory(entry)(path, backend, settings, host.load_backend)
+    _logger.info("%s: read %s", path, model.load_stats)
     codec = host.make_codec(path, str(config.get("model_type", "")), path / "tokenizer.json", (str(name or path.name),))
     return LoadedModel(
         model,

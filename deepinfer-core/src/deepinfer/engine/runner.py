@@ -16,16 +16,13 @@ from deepinfer.engine.grammars import MaskGate
 from deepinfer.engine.host_copies import HostCopies
 from deepinfer.engine.loader import DraftResult, ServedModel
 from deepinfer.engine.sampler import Drawn, LogprobRows, Sampler
-from deepinfer.ops.metadata import PlanTensors, SlotRecords, StepInputs
+from deepinfer.ops.step import PlanTensors, SlotRecords, StepInputs
 from deepinfer.scheduler.plan import StepPlan
 
 if TYPE_CHECKING:
     from deepinfer.backend.runtime import DeviceRuntime
 
 __all__ = ["DeviceStep", "Drafter", "ModelRunner", "StepResult", "history_length", "pack_plan"]
-
-POISON = 0xFF
-"""Every byte of a page or slot that holds nothing: a NaN in all formats."""
 
 Drafter = Callable[[Tensor, Tensor, Tensor, SlotRecords], "DraftResult"]
 """(anchors [S], positions [S] of the last accepted rows, slots [S], records) -> drafts; -1 where there is none."""
@@ -267,5 +264,4 @@ class ModelRunner:
     def released(self, slot: int, pages: NDArray[np.int32]) -> None:
         """Hear, in the order of the steps, of a slot and pages that nobody owns any more."""
         if self.poison_released:
-            self.storage.slots[slot] = POISON
-            self.storage.pages[torch.from_numpy(pages.astype(np.int64))] = POISON
+            self.storage.poison(slot, torch.from_numpy(pages.astype(np.int64)))

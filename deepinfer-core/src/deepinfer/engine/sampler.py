@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepinfer.engine.outputs import Logprob, TokenLogprobs
 from deepinfer.ops.logits import token_logprobs_bytes
-from deepinfer.ops.metadata import SlotRecords, StepInputs
+from deepinfer.ops.step import SlotRecords, StepInputs
 from deepinfer.sampling.params import MAX_LOGIT_BIAS
 from deepinfer.sampling.slots import Feature, SlotSampling, pack_ids
 from deepinfer.scheduler.plan import StepPlan

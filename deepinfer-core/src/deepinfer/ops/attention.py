@@ -13,7 +13,6 @@ from deepinfer.ops.cache import resolve_entries
 from deepinfer.ops.compress import EntryCache, sample_cache, unread_entries
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, composite, op
 from deepinfer.ops.handles import DenseWeight, Rows, Selection, accumulate_dtype
-from deepinfer.ops.metadata import StepInputs
 from deepinfer.ops.quant import FP8_BLOCK32, RowFormat, pack_rows
 from deepinfer.ops.sample_inputs import (
     RowsInput,
@@ -25,6 +24,7 @@ from deepinfer.ops.sample_inputs import (
     step_shapes,
     window_reads,
 )
+from deepinfer.ops.step import StepInputs
 
 __all__ = [
     "AttentionWeights",

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, composite, op
 from deepinfer.ops.handles import DenseWeight, Rows
-from deepinfer.ops.metadata import StepInputs
 from deepinfer.ops.quant import FP4_BLOCK16, FP4_BLOCK32, RowFormat, pack_rows
 from deepinfer.ops.sample_inputs import StepShape, normal, plain_weight, random_step, step_shapes
+from deepinfer.ops.step import StepInputs
 
 __all__ = [
     "CompressorWeights",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, op
-from deepinfer.ops.metadata import StepInputs
 from deepinfer.ops.sample_inputs import normal
+from deepinfer.ops.step import StepInputs
 
 __all__ = ["clip_window", "keep_rows", "take_rows"]
 

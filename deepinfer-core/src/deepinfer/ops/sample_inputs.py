@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops.contract import SampleSize
-from deepinfer.ops.metadata import StepInputs
+from deepinfer.ops.step import StepInputs
 
 __all__ = [
     "RawWeight",

@@ -17,9 +17,9 @@ from deepinfer.ops.compress import EntryCache
 from deepinfer.ops.draft import DraftResult
 from deepinfer.ops.handles import Mixes, Selection, accumulate_dtype
 from deepinfer.ops.hyper_connection import initial_mixes
-from deepinfer.ops.metadata import StepInputs
 from deepinfer.ops.replay import clip_window
 from deepinfer.ops.rope import plain_frequencies, yarn_frequencies
+from deepinfer.ops.step import StepInputs
 
 __all__ = ["ForwardResult", "Graph"]
 

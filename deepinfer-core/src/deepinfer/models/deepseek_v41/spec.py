@@ -21,7 +21,7 @@ from deepinfer.models.deepseek_v41.topology import Topology
 from deepinfer.models.deepseek_v41.weights import load_weights
 from deepinfer.models.traits import ModelTraits
 from deepinfer.ops.draft import DraftResult
-from deepinfer.ops.metadata import StepInputs
+from deepinfer.ops.step import StepInputs
 
 if TYPE_CHECKING:
     from deepinfer.settings import Settings
