@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.golden import golden_root, golden_sets
+from support.golden import golden_required, golden_sets, missing_message
 
 MODES = ("off", "on")
 
@@ -28,8 +28,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 parts = (golden.name, getattr(item, "key", ""), mode)
                 values.append(pytest.param(item, mode, id="-".join(part for part in parts if part)))
     if not values:
-        skip = pytest.mark.skip(reason=f"no golden data in {golden_root()}; set DEEPINFER_TEST_GOLDEN")
-        values = [pytest.param(None, "", marks=skip, id="none")]
+        if golden_required():
+            raise pytest.UsageError(missing_message())
+        values = [pytest.param(None, "", marks=pytest.mark.skip(reason=missing_message()), id="none")]
     if modes == MODES:
         metafunc.parametrize((subject, "mode"), values)
     else:

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from support.golden import golden_root, ops_file
+from support.golden import missing_golden, ops_file
 from torch import Tensor
 
 from deepinfer.checkpoint.formats import dequantise_fp4, dequantise_fp8
@@ -35,13 +35,11 @@ from deepinfer.ops.quant import (
 )
 from deepinfer.ops.rope import plain_frequencies, rope, rope_angles, yarn_frequencies
 
-pytestmark = pytest.mark.skipif(
-    not ops_file().is_file(), reason=f"no ops.npz in {golden_root()}; set DEEPINFER_TEST_GOLDEN"
-)
-
 
 @functools.cache
 def _arrays() -> dict[str, np.ndarray]:
+    if not ops_file().is_file():
+        missing_golden()
     with np.load(ops_file()) as archive:
         return {name: archive[name] for name in archive.files}
 

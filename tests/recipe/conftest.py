@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.golden import golden_sets, missing_golden
 
 from deepinfer_recipe import RecipeCodec
 from deepinfer_recipe.detokenize import byte_alphabet
@@ -125,13 +125,10 @@ def ids_of(codec: RecipeCodec) -> Callable[[str], list[int]]:
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """The golden checkpoint; tests of it are skipped where there is none."""
-    named = os.environ.get("DEEPINFER_TEST_GOLDEN")
-    root = Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "golden"
-    found = root if (root / "tokenizer.json").exists() else root / "v41-tiny-a"
-    if not (found / "tokenizer.json").exists():
-        pytest.skip(f"no golden tokenizer at {found}; set DEEPINFER_TEST_GOLDEN")
-    return found
+    """A golden checkpoint; required in CI, skipped where there is none."""
+    if not golden_sets():
+        missing_golden()
+    return golden_sets()[0].path
 
 
 def chat_body(content: Any = "hi", **more: Any) -> dict[str, Any]:

@@ -11,13 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from deepinfer.backend.numerics import Numerics
 from deepinfer.cpu.backend import create_backend
 from deepinfer.models.deepseek_v41.spec import DeepseekV41, load
 
-__all__ = ["ENVIRONMENT", "GoldenSet", "Prompt", "golden_root", "golden_sets", "load_model", "ops_file"]
+__all__ = [
+    "ENVIRONMENT",
+    "GoldenSet",
+    "Prompt",
+    "golden_required",
+    "golden_root",
+    "golden_sets",
+    "load_model",
+    "missing_golden",
+    "missing_message",
+    "ops_file",
+]
 
 ENVIRONMENT = "DEEPINFER_TEST_GOLDEN"
 PAGE_SIZE = 16
@@ -27,6 +39,21 @@ def golden_root() -> Path:
     """Folder of the golden data: the variable, else `shared/golden` beside the repository."""
     given = os.environ.get(ENVIRONMENT)
     return Path(given) if given else Path(__file__).resolve().parents[3] / "shared" / "golden"
+
+
+def golden_required() -> bool:
+    """Whether tests must fail where there is no golden data: in CI."""
+    return os.environ.get("CI", "").lower() in ("1", "true")
+
+
+def missing_message() -> str:
+    """What to do about missing golden data."""
+    return f"no golden data in {golden_root()}; set {ENVIRONMENT}"
+
+
+def missing_golden() -> None:
+    """End a test that has no golden data: a skip on a developer's machine, a failure in CI."""
+    (pytest.fail if golden_required() else pytest.skip)(missing_message())
 
 
 def golden_sets() -> list[GoldenSet]:

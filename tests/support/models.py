@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from deepinfer.checkpoint.synthetic import make_checkpoint
 from deepinfer.models.deepseek_v41.spec import DeepseekV41
-from support.golden import golden_sets, load_model
+from support.golden import golden_sets, load_model, missing_golden
 
 __all__ = ["FEW", "GOLDEN_SLOW", "MANY", "MODELS", "property_model", "random_tokens", "tiny_checkpoint"]
 
@@ -47,7 +47,7 @@ def property_model(name: str) -> DeepseekV41:
     """`<tiny|golden>-<release|float32>`, row-invariant; skips where no golden data are at hand."""
     source, numerics = name.split("-")
     if source == "golden" and not golden_sets():
-        pytest.skip("no golden data; set DEEPINFER_TEST_GOLDEN")
+        missing_golden()
     path = tiny_checkpoint() if source == "tiny" else golden_sets()[0].path
     release = numerics == "release"
     return load_model(path, torch.bfloat16 if release else torch.float32, release, release, True, PAGE_SIZE)

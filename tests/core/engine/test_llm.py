@@ -120,6 +120,13 @@ def test_special_tokens_in_text(fake_model: Any) -> None:
             InvalidRequest,
             "prompt_token_ids: token ids must be a flat list of integers, found 1.5 (float)",
         ),
+        (
+            [7, 2**70],
+            {},
+            InvalidRequest,
+            f"prompt_token_ids: token ids must be a flat list of integers, found {2**70} (int)",
+        ),
+        (b"abc", {}, InvalidRequest, "prompt: b'abc' is neither text nor token ids; give bytes.decode()"),
         ([True, False], {}, InvalidRequest, "prompt_token_ids: token ids must be a flat list of integers"),
         (
             [[7], [8]],

@@ -57,6 +57,8 @@ def test_defaults_and_accepted_values() -> None:
         ("n", 0, "0 is not an integer in 1..128"),
         ("n", 129, "129 is not an integer in 1..128"),
         ("stop", ["a", ""], "['a', ''] is not free of empty strings, which would end every text at once"),
+        ("stop", "", "[''] is not free of empty strings, which would end every text at once"),
+        ("stop", "a\ud800", "['a\\ud800'] is not valid text; a lone surrogate can never be generated"),
         ("stop", 3, "3 is not a string or a list of at most 16 strings"),
         ("stop", ["a", 3], "['a', 3] is not a string or a list of at most 16 strings"),
         ("stop", [str(i) for i in range(17)], "['0', '1', "),
@@ -123,7 +125,7 @@ def test_names_of_other_engines_are_folded_into_one() -> None:
     assert pickle.loads(pickle.dumps(params)) == params
     assert SamplingParams(top_logprobs=4).logprobs == SamplingParams(logprobs=4).logprobs == 4
     assert SamplingParams(logprobs=True).logprobs == 0
-    assert SamplingParams(logprobs=False).logprobs is SamplingParams(stop="").stop is None
+    assert SamplingParams(logprobs=False).logprobs is SamplingParams(stop=[]).stop is None
 
 
 @pytest.mark.parametrize(

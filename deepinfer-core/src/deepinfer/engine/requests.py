@@ -23,6 +23,8 @@ def check_prompt(ids: Any, traits: ModelTraits, max_model_len: int) -> NDArray[n
         InvalidRequest: not a sequence of integers, empty, an id outside the vocabulary, the id that stands for an
             image, or no room for one output token.
     """
+    if isinstance(ids, bytes):
+        raise InvalidRequest(f"{ids!r} is neither text nor token ids; give bytes.decode()", field="prompt")
     try:
         array = np.asarray(ids)
     except (ValueError, TypeError) as error:
@@ -117,4 +119,6 @@ def _shape_text(ids: Any, array: NDArray[Any]) -> str:
     if array.ndim != 1:
         return f"{array.ndim} dimensions"
     odd = next((item for item in ids if not isinstance(item, int | np.integer) or isinstance(item, bool)), None)
+    if odd is None:  # Integers, but of a size that no id has.
+        odd = max(ids, key=abs)
     return f"{odd!r} ({type(odd).__name__})" if isinstance(ids, Sequence) else f"dtype {array.dtype}"

@@ -306,7 +306,7 @@ def _bias(field: str, value: Any) -> tuple[tuple[int, float], ...] | None:
 
 def _stop_strings(field: str, value: Any) -> tuple[str, ...] | None:
     expected = f"a string or a list of at most {MAX_STOP_STRINGS} strings"
-    if value is None or value == "":
+    if value is None:
         return None
     if isinstance(value, bytes | Mapping) or not isinstance(value, Iterable):
         _refuse(field, value, expected)
@@ -315,7 +315,13 @@ def _stop_strings(field: str, value: Any) -> tuple[str, ...] | None:
         _refuse(field, value, expected)
     if any(not item for item in strings):
         _refuse(field, list(strings), "free of empty strings, which would end every text at once")
+    if any(map(_has_surrogate, strings)):
+        _refuse(field, list(strings), "valid text; a lone surrogate can never be generated")
     return tuple(dict.fromkeys(strings)) or None
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _within(field: str, value: Any, expected: str, low: int, high: int) -> int:
