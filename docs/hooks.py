@@ -100,6 +100,13 @@ def kv_store() -> str:
     return _classes(api, api.__all__)
 
 
+def observer() -> str:
+    """What an observer is told."""
+    from deepinfer.api import observer as api
+
+    return _classes(api, ["StepRecord"])
+
+
 def errors() -> str:
     """Every error class with its meaning."""
     from deepinfer import errors as module
@@ -124,6 +131,7 @@ def commands() -> str:
 GENERATORS: dict[str, Callable[[], str]] = {
     "backend": backend,
     "kv-store": kv_store,
+    "observer": observer,
     "commands": commands,
     "descriptors": descriptors,
     "errors": errors,

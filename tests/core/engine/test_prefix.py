@@ -438,7 +438,7 @@ def test_a_store_of_a_plugin_is_used(loaded: Any, cold: list[Any], monkeypatch: 
     registry.add(KVStoreDescriptor("acme", API_VERSION, f"{__name__}:make_plugin_store"))
     registry.end()
     monkeypatch.setattr(
-        "deepinfer.plugins.host.default_host", lambda: SimpleNamespace(kv_stores=registry, variables=dict)
+        "deepinfer.plugins.host.default_host", lambda: SimpleNamespace(kv_stores=registry, observers=(), variables=dict)
     )
     with engine(loaded(16), kv_stores="acme") as llm:
         store = PLUGIN_STORES[-1]

@@ -20,7 +20,7 @@ from deepinfer.errors import ConfigError
 from deepinfer.observe.histogram import REQUEST_SECONDS, STEP_SECONDS, Histogram
 from deepinfer.observe.logs import JsonFormatter
 from deepinfer.observe.prometheus import CONTENT_TYPE, Family, MetricsServer, exposition
-from deepinfer.observe.recorder import LoopRecorder
+from deepinfer.observe.recorder import LoopRecorder, StepRecord
 from deepinfer.observe.trace import LANES, StepTrace
 
 
@@ -168,3 +168,25 @@ def test_json_log_lines() -> None:
     assert entry["time"].endswith("+00:00")
     assert "ValueError: two\nlines" in entry["error"]
     assert "error" not in json.loads(JsonFormatter().format(logging.LogRecord("a", 20, "", 0, "b", (), None)))
+
+
+def test_observers_hear_of_every_step_and_a_failing_one_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[StepRecord] = []
+    calls: list[int] = []
+
+    def broken(record: StepRecord) -> None:
+        calls.append(record.step)
+        raise RuntimeError("disk full")
+
+    recorder = LoopRecorder([broken, heard.append])
+    recorder.launched(0, 1.0, 1.25, 1.5, rows=7, running=3, waiting=2)
+    recorder.launched(1, 2.0, 2.5, 2.5, rows=1, running=1, waiting=0)
+    recorder.finished(0, 1.0, 3.0, 3.5)
+    recorder.finished(1, 2.0, 4.0, 4.5, failed=True)
+    assert heard == [
+        StepRecord(0, rows=7, running=3, waiting=2, plan_seconds=0.25, step_seconds=2.0, failed=False),
+        StepRecord(1, rows=1, running=1, waiting=0, plan_seconds=0.5, step_seconds=1.0, failed=True),
+    ]
+    assert calls == [0]
+    assert "is not called again" in caplog.text
+    assert "disk full" in caplog.text

@@ -162,4 +162,4 @@ class KVStoreDescriptor(Descriptor):
 
 @dataclass(frozen=True)
 class ObserverDescriptor(Descriptor):
-    """A receiver of step records; the factory takes the settings and returns the receiver."""
+    """Someone who hears of every step; the factory takes the settings and returns a `StepObserver`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,9 +28,12 @@ from deepinfer.ops.step import SlotRecords
 from deepinfer.scheduler.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
+    from deepinfer.observe.recorder import StepObserver
     from deepinfer.settings import Settings
 
 __all__ = ["BuiltEngine", "build_engine", "plan_memory"]
+
+_logger = logging.getLogger("deepinfer.engine")
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,29 @@ def build_engine(
     if prefix is not None and exchange is not None:
         tiers = PrefixTiers(prefix, exchange, runner.blocks, running.run)
     grammars = Grammars(loaded.path, loaded.model.traits, settings, rows=config.max_num_seqs)
-    core = EngineCore(runner, scheduler, running, depth=depth, tiers=tiers, grammars=grammars)
+    core = EngineCore(
+        runner,
+        scheduler,
+        running,
+        depth=depth,
+        tiers=tiers,
+        grammars=grammars,
+        observers=_observers(settings),
+    )
     return BuiltEngine(core, plan, config.max_model_len)
+
+
+def _observers(settings: Settings) -> list[StepObserver]:
+    """What plugins offer to hear of every step; one that cannot be made is reported and left out."""
+    from deepinfer.plugins.host import default_host, import_factory
+
+    made = []
+    for entry in default_host().observers:
+        try:
+            made.append(import_factory(entry)(settings))
+        except Exception as error:
+            _logger.warning("the observer %r of %s is left out: %s", entry.descriptor.name, entry.origin, error)
+    return made
 
 
 def _num_snapshots(loaded: LoadedModel, settings: Settings) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ from deepinfer.engine.stops import TextStream
 from deepinfer.errors import DeepInferError, EngineDead, GrammarError, InvalidRequest, RequestFailed
 from deepinfer.grammar.compiler import CompiledGrammar
 from deepinfer.grammar.matcher import Matcher
-from deepinfer.observe.recorder import LoopRecorder
+from deepinfer.observe.recorder import LoopRecorder, StepObserver
 from deepinfer.ops.sampling import STATUS_OK
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.slots import SlotSampling
@@ -123,6 +123,7 @@ class EngineCore:
             scheduler's `lookahead` must fit it.
         tiers: lower tiers of the scheduler's prefix cache.
         grammars: serves structured outputs; None: they are refused.
+        observers: plain functions that hear of every step.
 
     A step with grammars is launched like any other and waits on the device's side, between forward pass and sampling,
     for masks that the host fills as soon as it has read the step before. Such sequences decode one row a step: what may
@@ -138,11 +139,12 @@ class EngineCore:
         depth: int = 1,
         tiers: PrefixTiers | None = None,
         grammars: Grammars | None = None,
+        observers: Iterable[StepObserver] = (),
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.stats = EngineStats()
-        self.recorder = LoopRecorder()
+        self.recorder = LoopRecorder(observers)
         self._eos = runner.traits.eos_token_ids
         self._generations: dict[str, Generation] = {}
         self._dead: BaseException | None = None
@@ -151,6 +153,7 @@ class EngineCore:
         self.tiers = tiers
         self.grammars = grammars
         self._compiling: dict[str, Generation] = {}
+        self._constrained: set[str] = set()
         self._failed: list[Generation] = []
         self._in_flight: deque[_InFlight] = deque()
         self._last_read = 0.0
@@ -265,6 +268,7 @@ class EngineCore:
             try:
                 grammar = done.result()
                 generation.matcher = grammar.matcher(stop_token_ids=params.stop_ids, free_after_end=params.ignore_eos)
+                self._constrained.add(generation.request.request_id)
             except Exception as error:
                 self._refuse(generation, error)
                 continue
@@ -286,6 +290,8 @@ class EngineCore:
 
     def _gate(self, scheduled: ScheduledStep) -> MaskGate | None:
         """What a step must wait for: None if it samples for no grammar."""
+        if not self._constrained:
+            return None
         for index in np.flatnonzero(scheduled.plan.samples).tolist():
             generation = self._current(scheduled.requests[index])
             if generation is not None and generation.matcher is not None:
@@ -456,7 +462,7 @@ class EngineCore:
             self._publish(scheduled, result)
             changed = self._process(scheduled, result)
         now = time.perf_counter()
-        self.recorder.finished(scheduled.plan.step, step.launched, ready, now)
+        self.recorder.finished(scheduled.plan.step, step.launched, ready, now, failed=result is None)
         self._count(scheduled, result, now - max(step.launched, self._last_read))
         self._last_read = now
         return changed
@@ -610,6 +616,7 @@ class EngineCore:
         if generation.text is not None:
             generation.text.finish()
         del self._generations[generation.request.request_id]
+        self._constrained.discard(generation.request.request_id)
         finished = self.stats.finished
         finished[str(reason)] = finished.get(str(reason), 0) + 1
 
