@@ -151,12 +151,22 @@ def test_env(host):
     report = json.loads(invoke("env", "--json").stdout)
     assert report["versions"]["torch"].startswith("2.")
     assert report["plugins"]["cpu"] == "loaded, deepinfer-core 0.1.0"
+    assert report["registered"]["models"].startswith("deepseek_v41 (deepinfer-core ")
+    assert report["registered"]["observers"] == "none"
     assert report["settings"]["DEEPINFER_ACCELERATOR"] == "auto"
     assert report["numerics"]["numerics id"].startswith("n1-")
     assert report["numerics"]["numerics"]["compute_dtype"] == "bfloat16"
     assert "num_threads" in report["process-wide torch settings"]
     text = invoke("env").stdout
-    for section in ("versions:", "machine:", "plugins:", "settings:", "numerics:", "process-wide torch settings:"):
+    for section in (
+        "versions:",
+        "machine:",
+        "plugins:",
+        "registered:",
+        "settings:",
+        "numerics:",
+        "process-wide torch settings:",
+    ):
         assert section in text
 
 

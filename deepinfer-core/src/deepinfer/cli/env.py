@@ -13,7 +13,7 @@ import typer
 from deepinfer import __version__
 from deepinfer.cli.reports import backend_rows, choice, open_backend, plugin_rows
 from deepinfer.errors import DeepInferError
-from deepinfer.plugins.host import default_host
+from deepinfer.plugins.host import PluginHost, default_host
 from deepinfer.settings import PREFIX, Settings, load_settings
 
 __all__ = ["collect", "env"]
@@ -55,6 +55,7 @@ def collect() -> dict[str, dict[str, Any]]:
         "machine": {"platform": platform.platform(), "machine": platform.machine(), "processors": os.cpu_count()},
         "plugins": {row["name"]: _plugin_text(row) for row in plugin_rows(host)},
         "backends": {row["name"]: "; ".join([row["status"], *row["reasons"]]) for row in backend_rows(host)},
+        "registered": _registered(host),
         "settings": {PREFIX + name.upper(): getattr(settings, name) for name in Settings.model_fields},
         "selection": {key: value for key, value in chosen.items() if value},
     }
@@ -78,6 +79,20 @@ def _numerics(name: str, settings: Settings) -> dict[str, Any]:
         return {"error": str(error)}
     parts = numerics_parts(opened.backend, opened.runtime, opened.table)
     return {"numerics id": opened.numerics_id, **parts, **opened.backend.environment()}
+
+
+def _registered(host: PluginHost) -> dict[str, str]:
+    """Names beside the backends that plugins offer, by kind."""
+    registries = {
+        "models": host.models,
+        "codecs": host.codecs,
+        "KV stores": host.kv_stores,
+        "observers": host.observers,
+    }
+    return {
+        kind: ", ".join(f"{entry.descriptor.name} ({entry.origin})" for entry in registry) or "none"
+        for kind, registry in registries.items()
+    }
 
 
 def _distributions() -> dict[str, str]:

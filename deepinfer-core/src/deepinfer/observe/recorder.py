@@ -36,7 +36,7 @@ class StepRecord:
 
 
 StepObserver: TypeAlias = Callable[[StepRecord], None]
-"""What the factory of an `ObserverDescriptor` returns. The loop's thread calls it after every step, so it must be quick;
+"""What the factory of an `ObserverDescriptor` returns. The loop's thread calls it after every step: it must be quick;
 one that raises is reported and not called again."""
 
 
