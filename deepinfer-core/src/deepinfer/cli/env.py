@@ -14,6 +14,7 @@ from deepinfer import __version__
 from deepinfer.cli.reports import backend_rows, choice, open_backend, plugin_rows
 from deepinfer.errors import DeepInferError
 from deepinfer.plugins.host import PluginHost, default_host
+from deepinfer.plugins.registry import Registry
 from deepinfer.settings import PREFIX, Settings, load_settings
 
 __all__ = ["collect", "env"]
@@ -83,7 +84,7 @@ def _numerics(name: str, settings: Settings) -> dict[str, Any]:
 
 def _registered(host: PluginHost) -> dict[str, str]:
     """Names beside the backends that plugins offer, by kind."""
-    registries = {
+    registries: dict[str, Registry[Any]] = {
         "models": host.models,
         "codecs": host.codecs,
         "KV stores": host.kv_stores,
