@@ -185,6 +185,24 @@ def second_best_drafts(
     return replace(result, ids=result.logits.topk(2, dim=-1).indices[..., 1]) if anchors.shape[0] else result
 
 
+def drafts_a_little_off(
+    anchors: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rings: tuple[Tensor, ...],
+    weights: Any,
+    frequencies: Tensor,
+    choose: Callable[[Tensor, int], Tensor] | None = None,
+) -> Any:
+    """An error that the step of an inner code would hide in a quantised drafter."""
+    result = reference("draft_block")(anchors, positions, slots, rings, weights, frequencies, choose)
+    return replace(result, logits=result.logits * 1.001)
+
+
+def confidence_without_the_token(hidden: Tensor, markov: Tensor, weight: Tensor) -> Tensor:
+    return reference("draft_confidence")(hidden, torch.zeros_like(markov), weight)
+
+
 def forgets_the_shared_expert_sign(routed: Tensor, shared: Tensor) -> Tensor:
     return reference("moe_combine")(routed, -shared)
 
@@ -194,8 +212,8 @@ def shares_memory(streams: Tensor, pre: Tensor) -> Tensor:
 
 
 BROKEN = {
-    "wrong rope base": ("rope_angles", rope_base, "values", "of the largest"),
-    "turns the wrong way": ("rope", rope_pairs, "values", "of the largest"),
+    "wrong rope base": ("rope_angles", rope_base, "values", "of their scale"),
+    "turns the wrong way": ("rope", rope_pairs, "values", "of their scale"),
     "window off by one": ("gather_window", window_off_by_one, "values", "differ in bits"),
     "sum in any order": ("linear", unordered_sum, "repeat", "run 2 differs from run 1"),
     "reads padding rows": ("moe_block", reads_idle_rows, "poison", "must not be read shows in"),
@@ -215,7 +233,9 @@ BROKEN = {
     "forgets a norm": ("draft_main_keys", main_keys_without_norm, "values", "ring of stage 0"),
     "window scale up": ("qkv_project", window_scale_up, "values", "window_rows: "),
     "second best drafts": ("draft_block", second_best_drafts, "values", "lowest argmax"),
-    "wrong sign": ("moe_combine", forgets_the_shared_expert_sign, "values", "of the largest"),
+    "drafts a little off": ("draft_block", drafts_a_little_off, "values", "sample 'unquantised, forced', float32"),
+    "confidence without the token": ("draft_confidence", confidence_without_the_token, "values", "of their scale"),
+    "wrong sign": ("moe_combine", forgets_the_shared_expert_sign, "values", "of their scale"),
     "shares memory": (
         "hyper_connection_collapse",
         shares_memory,
@@ -287,6 +307,25 @@ def test_scale_may_move_only_at_its_boundary() -> None:
     found = code_difference(moved, rows, exact, four, 1.0)
     assert found is not None
     assert "scales are wrong" in found
+
+
+def test_a_sum_that_cancels_is_held_to_its_terms() -> None:
+    right = torch.tensor([1e-9], dtype=torch.float64)
+    assert value_difference(torch.tensor([1.5e-7]), right, 1e-6) is not None
+    assert value_difference(torch.tensor([1.5e-7]), right, 1e-6, scale=1.0) is None
+    assert value_difference(torch.tensor([1.5e-6]), right, 1e-6, scale=1.0) is not None
+
+
+def test_only_so_many_rows_may_flip_and_not_far() -> None:
+    right = torch.ones(4, 2, dtype=torch.float64)
+    actual = right.clone()
+    actual[1] += 0.1
+    assert value_difference(actual, right, 1e-6) is not None
+    assert value_difference(actual, right, 1e-6, flips=1) is None
+    actual[2] += 0.1
+    assert value_difference(actual, right, 1e-6, flips=1) is not None
+    actual[1:3] = 1.2
+    assert value_difference(actual, right, 1e-6, flips=4) is not None
 
 
 def test_value_difference_sees_nan_infinity_shape_and_size() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.api.ops import Determinism, OpContract, Sample
-from deepinfer.conformance.compare import bit_difference, difference, value_difference
+from deepinfer.conformance.compare import bit_difference, difference, flipped_rows, value_difference
 from deepinfer.conformance.judges import JUDGES
 from deepinfer.conformance.rows import row_count, take_rows, units
 from deepinfer.conformance.targets import ExactTable, Target
@@ -71,7 +71,7 @@ def check_values(
         else:
 
             def near(a: Tensor, e: Tensor) -> str | None:
-                return value_difference(a, e, rtol, may_flip=tolerance.flip_share > 0)
+                return value_difference(a, e, rtol, flips=flipped_rows(e.shape[0]) if tolerance.flip_share else 0)
 
             found = difference(outcome, expected, near) or difference(outcome, standard, _same_kind)
         if found:

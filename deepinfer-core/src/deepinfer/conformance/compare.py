@@ -17,6 +17,7 @@ __all__ = [
     "bit_difference",
     "code_difference",
     "difference",
+    "flipped_rows",
     "value_difference",
 ]
 
@@ -66,11 +67,24 @@ def bit_difference(actual: Tensor, expected: Tensor) -> str | None:
     return f"{int(wrong.sum())} of {wrong.numel()} elements differ in bits, {_example(actual, expected, wrong)}"
 
 
-def value_difference(actual: Tensor, expected: Tensor, rtol: float, *, may_flip: bool = False) -> str | None:
-    """Whether values are further from the float64 result than `rtol` of its largest magnitude.
+def flipped_rows(rows: int) -> int:
+    """How many rows a flipped code inside may move: one in eight, and one more."""
+    return 1 + rows // FLIP_ROWS
 
-    Integers must be equal, infinities lie at the same places, NaN is never right. With `may_flip` one row in eight,
-    and one more, may be off by the step of an inner code.
+
+def value_difference(
+    actual: Tensor, expected: Tensor, rtol: float, *, flips: int = 0, scale: float | None = None
+) -> str | None:
+    """Whether values are further from the float64 result than `rtol` of its scale.
+
+    Integers must be equal, infinities lie at the same places, NaN is never right.
+
+    Args:
+        actual, expected: of one shape.
+        rtol: allowed error in units of the scale.
+        flips: so many rows may be off by the step of an inner code instead.
+        scale: size of the terms of which the values are sums; None: the largest expected magnitude, which is right
+            where many values come from terms of one size.
     """
     if actual.shape != expected.shape:
         return f"{_kind(actual)}, expected {_kind(expected)}"
@@ -82,18 +96,18 @@ def value_difference(actual: Tensor, expected: Tensor, rtol: float, *, may_flip:
     wrong = torch.isnan(a) | (torch.isinf(a) & (a != e)) | (infinite & (a != e))
     if bool(wrong.any()):
         return f"{int(wrong.sum())} values are not finite where they should be or the reverse, {_example(a, e, wrong)}"
-    largest = float(e.masked_fill(infinite, 0).abs().max()) if e.numel() else 0.0
+    largest = scale if scale is not None else float(e.masked_fill(infinite, 0).abs().max()) if e.numel() else 0.0
     error = (a - e).abs().masked_fill(infinite, 0)
     wrong = error > rtol * largest
     if not bool(wrong.any()):
         return None
-    if may_flip and float(error.max()) <= FLIP_RTOL * largest:
+    if float(error.max()) <= FLIP_RTOL * largest:
         rows = wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong
-        if int(rows.sum()) <= 1 + rows.shape[0] // FLIP_ROWS:
+        if int(rows.sum()) <= flips:
             return None
     worst = float(error.max()) / largest if largest else float("inf")
     return (
-        f"{int(wrong.sum())} of {wrong.numel()} values are off by up to {worst:.2e} of the largest, "
+        f"{int(wrong.sum())} of {wrong.numel()} values are off by up to {worst:.2e} of their scale, "
         f"allowed {rtol:.1e}, {_example(a, e, wrong)}"
     )
 
@@ -122,7 +136,7 @@ def code_difference(
     exact = exact.flatten(0, -2)
     if may_move_rows:
         moved = _moved_rows(sides[0], sides[1], exact, row_format)
-        if int(moved.sum()) > 1 + moved.shape[0] // FLIP_ROWS:
+        if int(moved.sum()) > flipped_rows(moved.shape[0]):
             return f"{int(moved.sum())} of {moved.shape[0]} rows are off by more than a rounding"
         sides, exact = [rows[~moved] for rows in sides], exact[~moved]
     return _code_difference(sides[0], sides[1], exact, row_format, flip_share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from deepinfer.ops.elementary import sigmoid
 from deepinfer.ops.handles import DenseWeight, Rows, accumulate_dtype
 from deepinfer.ops.hyper_connection import HyperConnectionWeights, initial_mixes, sample_boundary
 from deepinfer.ops.moe import MoeWeights, sample_moe
-from deepinfer.ops.quant import FP8_BLOCK32, RowFormat, pack_rows
+from deepinfer.ops.quant import FP8_BLOCK32, RowFormat, pack_rows, plain_format
 from deepinfer.ops.rope import plain_frequencies
 from deepinfer.ops.sample_inputs import (
     fp8_weight,
@@ -188,8 +188,19 @@ def _sample_drafter(generator: torch.Generator, size: SampleSize) -> DraftWeight
     )
 
 
-def _sample_rings(generator: torch.Generator, slots: int, length: int, width: int) -> tuple[Tensor, ...]:
-    row_format = RowFormat(FP8_BLOCK32, width)
+def _unquantised(weights: DraftWeights) -> DraftWeights:
+    """The same drafter without any quantiser inside, so that no code can flip."""
+    stages = []
+    for stage in weights.stages:
+        window = plain_format(stage.attention.window_format.width, torch.float32)
+        attention = replace(stage.attention, quantise=False, window_format=window)
+        boundaries = [replace(item, quantise=False) for item in (stage.attention_boundary, stage.ffn_boundary)]
+        stages.append(StageWeights(attention, *boundaries, moe=replace(stage.moe, quantise=False)))
+    return replace(weights, stages=tuple(stages), quantise=False)
+
+
+def _sample_rings(generator: torch.Generator, slots: int, length: int, row_format: RowFormat) -> tuple[Tensor, ...]:
+    width = row_format.width
     return tuple(pack_rows(normal(generator, slots, length, width), row_format) for _ in range(SAMPLE_STAGES))
 
 
@@ -204,7 +215,9 @@ def _main_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Samp
         arguments = {
             "features": normal(generator, rows, SAMPLE_TARGETS * z.hidden),
             "step": step,
-            "rings": _sample_rings(generator, step.page_table.shape[0], ring_length, z.head_dim),
+            "rings": _sample_rings(
+                generator, step.page_table.shape[0], ring_length, RowFormat(FP8_BLOCK32, z.head_dim)
+            ),
             "weights": weights,
             "cos": angles.cos(),
             "sin": angles.sin(),
@@ -246,13 +259,15 @@ def draft_main_keys(kernels: Any) -> Callable[..., None]:
 
 def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
     z = SAMPLE_SIZES[size]
-    weights = _sample_drafter(generator, size)
+    drafter = _sample_drafter(generator, size)
     for label, count in {
         "empty": 0,
         "one sequence": 1,
         "with padding": 5,
+        "unquantised": 4,
         **({"many": 34} if size == "odd" else {}),
     }.items():
+        weights = _unquantised(drafter) if label == "unquantised" else drafter
         ring_length = z.window + 3
         slots = 1 + torch.randperm(count, generator=generator)
         if label == "with padding":
@@ -263,14 +278,16 @@ def _block_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sam
             "anchors": torch.where(slots >= 0, uniform_ids(generator, SAMPLE_VOCAB, count), -1),
             "positions": positions,
             "slots": slots,
-            "rings": _sample_rings(generator, count + 2, ring_length, z.head_dim),
+            "rings": _sample_rings(generator, count + 2, ring_length, weights.stages[0].attention.window_format),
             "weights": weights,
             "frequencies": plain_frequencies(z.rotated, 10000.0),
         }
         unread = {f"rings.{stage}": ~needed for stage in range(SAMPLE_STAGES)}
         row_args = ("anchors", "positions", "slots")
         forced = uniform_ids(generator, SAMPLE_VOCAB, SAMPLE_BLOCK)
-        for choose, how in ((_Forced(forced), "forced"), (None, "free"))[: 1 if label == "many" else 2]:
+        for choose, how in ((_Forced(forced), "forced"), (None, "free"))[
+            : 1 if count > 3 and label != "with padding" else 2
+        ]:
             yield Sample(f"{label}, {how}", {**arguments, "choose": choose}, row_args, unread, slots < 0)
 
 
