@@ -193,9 +193,14 @@ def _unquantised(weights: DraftWeights) -> DraftWeights:
     stages = []
     for stage in weights.stages:
         window = plain_format(stage.attention.window_format.width, torch.float32)
-        attention = replace(stage.attention, quantise=False, window_format=window)
-        boundaries = [replace(item, quantise=False) for item in (stage.attention_boundary, stage.ffn_boundary)]
-        stages.append(StageWeights(attention, *boundaries, moe=replace(stage.moe, quantise=False)))
+        stages.append(
+            StageWeights(
+                attention=replace(stage.attention, quantise=False, window_format=window),
+                attention_boundary=replace(stage.attention_boundary, quantise=False),
+                ffn_boundary=replace(stage.ffn_boundary, quantise=False),
+                moe=replace(stage.moe, quantise=False),
+            )
+        )
     return replace(weights, stages=tuple(stages), quantise=False)
 
 
