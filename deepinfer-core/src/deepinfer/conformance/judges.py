@@ -34,8 +34,8 @@ Judge: TypeAlias = Callable[[Any, OpContract, Mapping[str, Any], Outcome, Outcom
 CHAOTIC_RMS = 0.5
 """Root-mean-square error, relative to that of the result, that bfloat16 roundings may cause over a whole drafter."""
 
-CHAOTIC_SEQUENCES = 16
-"""From so many sequences on their median says something although single ones may take another route."""
+MANY_SEQUENCES = 16
+"""From so many sequences on their median says something although single ones may meet a flip or another route."""
 
 
 def _plain(width: int) -> RowFormat:
@@ -248,15 +248,13 @@ def _confidence(
     )
 
 
-def _chaotic_difference(actual: Tensor, expected: Tensor) -> str | None:
-    """Whether the median sequence of many is off by more than bfloat16 roundings explain."""
-    if len(expected) < CHAOTIC_SEQUENCES:
+def _median_difference(actual: Tensor, expected: Tensor, limit: float) -> str | None:
+    """Whether the median of many sequences is off by more than `limit`; few sequences say nothing."""
+    if len(expected) < MANY_SEQUENCES:
         return None
     squares = [values.double().flatten(1).square().mean(1) for values in (actual.double() - expected, expected)]
     error = float((squares[0] / squares[1]).sqrt().median())
-    return (
-        None if error <= CHAOTIC_RMS else f"root-mean-square error {error:.2f} of the result's in the median sequence"
-    )
+    return None if error <= limit else f"root-mean-square error {error:.2e} of the result's in the median sequence"
 
 
 def _draft(
@@ -264,9 +262,9 @@ def _draft(
 ) -> str | None:
     """Ids against the drafter's own logits, confidences against their own logits, values against float64.
 
-    Over a whole drafter any sequence may meet a flipped inner code; the unquantised sample has none and shows the
-    arithmetic. In bfloat16 one rounding may change a route and so a whole sequence; there the median sequence of many
-    is held to a root-mean-square error.
+    Over a whole drafter any sequence may meet a flipped inner code, and in bfloat16 one rounding may change a route and
+    so a whole sequence: there the median sequence of many is judged. The unquantised sample in float32 shows the
+    arithmetic of every value.
     """
     actual, weights, live = outcome[0], inputs["weights"], inputs["slots"] >= 0
     names = ("ids", "logits", "confidences", "confidence_logits")
@@ -285,9 +283,11 @@ def _draft(
         if a.shape != e.shape or a.dtype != e.dtype:
             return f"{name}: {list(a.shape)} {a.dtype}, expected {list(e.shape)} {e.dtype}"
         if weights.embedding.dtype is torch.bfloat16:
-            found = _chaotic_difference(a[same], e[same])
+            found = _median_difference(a[same], e[same], CHAOTIC_RMS)
+        elif weights.quantise:
+            found = _median_difference(a[same], e[same], rtol)
         else:
-            found = value_difference(a[same], e[same], rtol, flips=len(a) if weights.quantise else 0)
+            found = value_difference(a[same], e[same], rtol)
         if found:
             return f"{name}: {found}"
     return None
