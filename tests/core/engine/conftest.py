@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer.checkpoint.reader import ReadStats
 from deepinfer.engine.build import build_engine
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.models.traits import ModelTraits
@@ -97,6 +98,7 @@ class FakeModel:
             setattr(ops, name, getattr(logits, name))
         ops.sample_step = sampling.sample_step(ops)
         self.table = ops
+        self.load_stats = ReadStats()
         self.fail_on: Callable[[list[int]], bool] = lambda slots: False
         self.poison_logits: Callable[[int], bool] = lambda state: False
         self.rows_seen: list[int] = []

@@ -84,8 +84,8 @@ async def collect(llm: AsyncLLM, prompt: Any, params: Any = GREEDY, **options: A
 async def settled(llm: AsyncLLM) -> None:
     """Wait until the loop has forgotten every request, then check that it holds nothing."""
     for _ in range(1000):
-        if not llm.llm._core.num_unfinished and not llm._parts and not llm._inbox:
-            llm.llm._core.scheduler.assert_idle()
+        if not llm._loop.core.num_unfinished and not llm._loop._loop._parts and not llm._loop._inbox:
+            llm._loop.core.scheduler.assert_idle()
             return
         await asyncio.sleep(0.005)
     pytest.fail("requests were left in the loop")
@@ -266,7 +266,7 @@ def test_a_dead_engine_tells_everybody(fake_model: Any) -> None:
         async with make(fake_model) as llm:
             tasks = [asyncio.create_task(collect(llm, prompt, LONG)) for prompt in PROMPTS]
             await asyncio.sleep(0.02)
-            llm.llm._core.scheduler.plan = lambda: 1 / 0
+            llm._loop.core.scheduler.plan = lambda: 1 / 0
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(result, EngineDead)
                 assert "ZeroDivisionError" in str(result)
@@ -281,7 +281,7 @@ def test_close_with_work_in_flight(fake_model: Any) -> None:
 
     async def main() -> None:
         llm = make(fake_model)
-        core = llm.llm._core
+        core = llm._loop.core
         tasks = [asyncio.create_task(collect(llm, prompt, LONG)) for prompt in PROMPTS]
         await asyncio.sleep(0.02)
         await llm.aclose()
@@ -344,7 +344,7 @@ def test_tiny_same_tokens_and_text_as_llm(tmp_path: Path) -> None:
         expected = llm.generate(prompts, params)
 
     async def main() -> None:
-        async with AsyncLLM(path, **options) as engine:
+        async with AsyncLLM(path, in_process=True, **options) as engine:
             results = await asyncio.gather(
                 *(collect(engine, prompt, given) for prompt, given in zip(prompts, params, strict=True))
             )
@@ -390,7 +390,7 @@ def test_a_storm_of_consumers_leaves_nothing(fake_model: Any, naive_model: Any) 
             wrong = [result for result in results if result and not isinstance(result, asyncio.CancelledError)]
             assert wrong == []
             await settled(llm)
-            assert llm._streams == {}
+            assert len(llm._streams) == 0
             assert sum(llm.stats.finished.values()) >= 80
 
     run(main())

@@ -150,8 +150,7 @@ async def _measure(
     from deepinfer.engine.async_llm import AsyncLLM
 
     async with AsyncLLM(name, **options) as engine:
-        llm = engine.llm
-        jobs = given or _synthetic(load, llm.traits, lengths, rate, seed)
+        jobs = given or _synthetic(load, engine.traits, lengths, rate, seed)
         async for _ in engine.generate(jobs[0].prompt, {"max_tokens": 2, "ignore_eos": True}):
             pass
         steps = engine.trace() if trace is not None else None
@@ -166,7 +165,7 @@ async def _measure(
         if steps is not None and trace is not None:
             steps.save(trace)
         stats = {key: value - before[key] for key, value in _counts(engine.stats).items()}
-        about = {"version": __version__, "load": str(load), "model": str(name), "numerics_id": llm.numerics_id}
+        about = {"version": __version__, "load": str(load), "model": str(name), "numerics_id": engine.numerics_id}
         return {**about, **_summary(jobs, seconds), "engine": stats, "requests": [job.outcome for job in jobs]}
 
 

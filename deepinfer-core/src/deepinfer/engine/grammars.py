@@ -24,7 +24,7 @@ from deepinfer.sampling.structured import StructuredOutput
 if TYPE_CHECKING:
     from deepinfer.settings import Settings
 
-__all__ = ["Grammars", "MaskGate"]
+__all__ = ["Grammars", "MaskGate", "check_grammars"]
 
 
 class MaskGate:
@@ -68,6 +68,20 @@ class MaskGate:
         return self._masks
 
 
+def check_grammars(path: Path | None) -> None:
+    """Verify that structured outputs can be served for the model in a directory (None: it has none).
+
+    Raises:
+        CapabilityError: the grammar library is not installed; says how to install it.
+        InvalidRequest: the model has no tokenizer.
+    """
+    require_library()
+    if path is None or not (path / "tokenizer.json").is_file():
+        raise InvalidRequest(
+            "needs the model's tokenizer.json, which this model does not have", field="structured_output"
+        )
+
+
 class Grammars:
     """The grammar service of one engine; costs nothing before the first request that needs it.
 
@@ -92,11 +106,7 @@ class Grammars:
             CapabilityError: the grammar library is not installed; says how to install it.
             InvalidRequest: the model has no tokenizer.
         """
-        require_library()
-        if self._path is None or not self._path.is_file():
-            raise InvalidRequest(
-                "needs the model's tokenizer.json, which this model does not have", field="structured_output"
-            )
+        check_grammars(None if self._path is None else self._path.parent)
 
     def submit(self, wanted: StructuredOutput) -> Future[CompiledGrammar]:
         """Start compiling, as `GrammarCompiler.submit`; the first call also starts the compiler, on another thread."""

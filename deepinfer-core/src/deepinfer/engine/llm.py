@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from deepinfer.checkpoint.reader import ReadStats
-from deepinfer.engine.build import build_engine
-from deepinfer.engine.core import Generation
+from deepinfer.engine.chat import CHAT_PARAMS, open_chat, split_conversations
+from deepinfer.engine.core import EngineCore, Generation
+from deepinfer.engine.front_end import FrontEnd, Ticket
+from deepinfer.engine.handle import EngineHandle
 from deepinfer.engine.loader import LoadedModel, load_model
-from deepinfer.engine.memory_plan import MemoryPlan
+from deepinfer.engine.local import LocalEngine
+from deepinfer.engine.loop import queue_order
 from deepinfer.engine.metrics import metrics_text
-from deepinfer.engine.outputs import CompletionOutput, RequestOutput, ScoreOutput
+from deepinfer.engine.outputs import RequestOutput, ScoreOutput
 from deepinfer.engine.progress import GenerationProgress
-from deepinfer.engine.prompts import Prompt, split_prompts, spread_params
-from deepinfer.engine.requests import check_params, check_prompt, draw_seed, output_limit
-from deepinfer.engine.stops import TextStream
+from deepinfer.engine.prompts import Prompt, split_prompts, spread_params, spread_priorities
 from deepinfer.errors import DeepInferError, EngineDead, InvalidRequest
-from deepinfer.models.traits import ModelTraits
 from deepinfer.observe.trace import StepTrace
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.settings import Settings, load_settings
 
-__all__ = ["LLM", "Ticket"]
-
-CODEC_ADVICE = (
-    "no installed plugin can turn text into token ids for this model; install one (pip install "
-    "deepinfer-recipe-bindings) or pass token ids"
-)
+__all__ = ["LLM"]
 
 
-class LLM:
+class LLM(EngineHandle):
     """A model that generates, in this process. Several may live side by side; close them to free their memory.
 
     Args:
@@ -102,20 +91,17 @@ class LLM:
     def _start(
         self, loaded: LoadedModel, num_pages: int | None, max_prefill_chunk: int | None, poison_released: bool
     ) -> None:
-        built = build_engine(
+        engine = LocalEngine.build(
             loaded,
             self.settings,
             num_pages=num_pages,
             max_prefill_chunk=max_prefill_chunk,
             poison_released=poison_released,
         )
-        self.memory_plan: MemoryPlan = built.plan
-        self.max_model_len = built.max_model_len
-        self.numerics_id = loaded.numerics_id
         self._loaded: LoadedModel | None = loaded
-        self._core = built.core
+        self._front = FrontEnd(engine.facts, engine.codec)
+        self._core = engine.core
         self._lock = threading.Lock()
-        self._ids = itertools.count()
 
     def generate(
         self,
@@ -125,6 +111,7 @@ class LLM:
         prompt_token_ids: Any = None,
         use_tqdm: bool = True,
         add_bos: bool = True,
+        priority: int | Sequence[int] = 0,
         raise_errors: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; blocks until all have ended.
@@ -140,6 +127,7 @@ class LLM:
             use_tqdm: show progress on a terminal.
             add_bos: begin the ids of texts with the begin-of-sequence token, as the model was trained; ids that the
                 caller gives are never changed. Special tokens spelled in a text are plain text.
+            priority: for all prompts, or one for each; lower goes first. Never changes what is said.
             raise_errors: None: True for a single prompt that is not in a list, else False.
 
         Returns:
@@ -150,23 +138,76 @@ class LLM:
             CapacityError, RequestFailed: with `raise_errors`.
             EngineDead: the engine was closed or has failed.
         """
+        core = self._alive()
+        items, single = split_prompts(prompts, prompt_token_ids)
+        params = spread_params(sampling_params, len(items))
+        priorities = spread_priorities(priority, len(items))
+        tickets = [self._check(core, item, given, add_bos) for item, given in zip(items, params, strict=True)]
+        return self._complete(tickets, priorities, single if raise_errors is None else raise_errors, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | dict[str, Any] | Sequence[SamplingParams | dict[str, Any]] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        raise_errors: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, as the model's codec writes and reads them; blocks until all have ended.
+
+        Each completion has the answer in `message`: role, content, and reasoning or tool calls where there are any.
+
+        Args:
+            messages: one conversation, a list of messages like {"role": "user", "content": "Hello"}; or a list of
+                conversations.
+            sampling_params: as in `generate`; None: up to the end of the context.
+            tools: functions that the model may call, as in a Chat Completions body.
+            options: other fields of such a body that shape the prompt; see `deepinfer.engine.chat.OPTIONS`.
+            use_tqdm, priority, raise_errors: as in `generate`; a single conversation raises by default.
+
+        Returns:
+            One output per conversation, in order.
+
+        Raises:
+            InvalidRequest: no installed codec can write chats for this model, or as in `generate`.
+            CapacityError, RequestFailed, EngineDead: as in `generate`.
+        """
+        core = self._alive()
+        conversations, single = split_conversations(messages)
+        params = spread_params(CHAT_PARAMS if sampling_params is None else sampling_params, len(conversations))
+        priorities = spread_priorities(priority, len(conversations))
+        pairs = list(zip(conversations, params, strict=True))
+        chats = [open_chat(self._front, conversation, given, tools, options) for conversation, given in pairs]
+        tickets = [self._check(core, chat.prompt, given, False) for chat, given in zip(chats, params, strict=True)]
+        outputs = self._complete(tickets, priorities, single if raise_errors is None else raise_errors, use_tqdm)
+        for chat, output in zip(chats, outputs, strict=True):
+            chat.read(output)
+        return outputs
+
+    def _complete(
+        self, tickets: Sequence[Ticket], priorities: Sequence[int], strict: bool, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Serve checked requests; with `strict` raise the first error."""
         with self._lock:
             core = self._alive()
-            items, single = split_prompts(prompts, prompt_token_ids)
-            params = spread_params(sampling_params, len(items))
-            strict = single if raise_errors is None else raise_errors
-            tickets = [self.check(item, given, add_bos) for item, given in zip(items, params, strict=True)]
             if strict:
                 _raise_first(ticket.output.error for ticket in tickets)
-            queued = [ticket for ticket in tickets if ticket.output.error is None]
-            running = {ticket.part_id(index): (ticket, index) for ticket in queued for index in range(ticket.params.n)}
+            queued = [
+                (ticket, ticket.order(self._front.next_number(), priority))
+                for ticket, priority in zip(tickets, priorities, strict=True)
+                if ticket.output.error is None
+            ]
+            running = {order.part_id(at): (ticket, at) for ticket, order in queued for at in range(ticket.params.n)}
             try:
-                for ticket in queued:
-                    self.queue(ticket)
-                self._run(running, use_tqdm)
+                for _, order in queued:
+                    queue_order(core, order, self._front.codec)
+                self._run(core, running, use_tqdm)
             finally:
-                for request_id in running:
-                    core.abort(request_id)
+                for name in running:
+                    core.abort(name)
             if strict:
                 _raise_first(ticket.output.error for ticket in tickets)
             return [ticket.output for ticket in tickets]
@@ -199,9 +240,9 @@ class LLM:
         starts: list[int] = []
         for item, more, score in zip(items, after, scores, strict=True):
             try:
-                ids = list(self._encode(item.text, add_bos) if item.token_ids is None else item.token_ids)
+                ids = self._front.ids_of(item, add_bos)
                 starts.append(max(1, len(ids)) if continuations is not None else 1)
-                whole.append([*ids, *(self._encode(more.text, False) if more.token_ids is None else more.token_ids)])
+                whole.append([*ids, *self._front.ids_of(more, False)])
             except InvalidRequest as error:
                 score.error = error
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -217,70 +258,21 @@ class LLM:
                 score.ranks = [entry.rank for entry in found]
         return scores
 
-    def check(self, item: Prompt, params: Any, add_bos: bool, request_id: str | None = None) -> Ticket:
-        """Validate one request; what is wrong with it goes into its output."""
-        core = self._alive()
-        name = str(next(self._ids)) if request_id is None else request_id
-        output = RequestOutput(name, item.text, [], numerics_id=self.numerics_id)
-        ticket = Ticket(output)
-        traits = core.runner.traits
-        try:
-            ticket.params = check_params(params, traits)
-            if self.settings.replay_keep and ticket.params.prompt_logprobs is not None:
-                raise InvalidRequest(
-                    "bounded replay leaves prompt rows out; set DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE=off",
-                    field="prompt_logprobs",
-                )
-            if ticket.params.grammar is not None:
-                core.check_grammars()
-            if ticket.params.stop_strings:
-                TextStream(self._codec, ticket.params)  # Refused now, not in the middle of a batch.
-            ids = self._encode(item.text, add_bos) if item.token_ids is None else item.token_ids
-            ticket.prompt = check_prompt(ids, traits, self.max_model_len)
-            output.prompt_token_ids = ticket.prompt.tolist()
-            ticket.max_tokens = output_limit(ticket.params, ticket.prompt.size, self.max_model_len)
-            core.scheduler.check_fit(output.request_id, ticket.prompt.size, ticket.max_tokens)
-        except DeepInferError as error:
-            ticket.refuse(error)
+    def _check(self, core: EngineCore, item: Prompt, params: Any, add_bos: bool) -> Ticket:
+        """Validate one request, its memory included; what is wrong with it goes into its output."""
+        ticket = self._front.check(item, params, add_bos, self._front.next_name())
+        if ticket.output.error is None:
+            try:
+                core.scheduler.check_fit(ticket.output.request_id, ticket.prompt.size, ticket.max_tokens)
+            except DeepInferError as error:
+                ticket.refuse(error)
         return ticket
 
-    def queue(self, ticket: Ticket, priority: int = 0) -> list[Generation]:
-        """Hand a checked request to the loop: one generation for each completion.
-
-        Raises:
-            DeepInferError: it was refused; nothing of it is queued.
-        """
-        params, output, core = ticket.params, ticket.output, self._alive()
-        seed = draw_seed() if params.seed is None else params.seed
-        output.outputs = [CompletionOutput(index, "", [], seed=seed) for index in range(params.n)]
-        # Prompt log-probabilities are the same for every completion.
-        rest = replace(params, prompt_logprobs=None)
-        queued: list[Generation] = []
-        try:
-            for index in range(params.n):
-                generation = core.add(
-                    ticket.part_id(index),
-                    ticket.prompt,
-                    params if index == 0 else rest,
-                    seed=seed,
-                    max_tokens=ticket.max_tokens,
-                    priority=priority,
-                    completion=index,
-                    text=TextStream(self._codec, params) if params.stop_strings else None,
-                    leader=queued[0] if queued else None,
-                )
-                queued.append(generation)
-        except DeepInferError:
-            for generation in queued:
-                core.abort(generation.request.request_id)
-            raise
-        return queued
-
-    def _run(self, running: dict[str, tuple[Ticket, int]], use_tqdm: bool) -> None:
+    def _run(self, core: EngineCore, running: dict[str, tuple[Ticket, int]], use_tqdm: bool) -> None:
         """Step until every queued completion has ended, taking the ended ones out of `running`."""
         with GenerationProgress(len(running), enabled=use_tqdm) as progress:
             while running:
-                changed = self._core.step()
+                changed = core.step()
                 for generation in changed:
                     if generation.finish_reason is not None:
                         self._fill(*running.pop(generation.request.request_id), generation)
@@ -293,65 +285,23 @@ class LLM:
         completion.finish_reason = str(generation.finish_reason)
         completion.stop_reason = generation.stop_reason
         completion.text = (
-            self._decode(generation.token_ids, generation.params.skip_special_tokens)
+            self._front.decode(generation.token_ids, generation.params.skip_special_tokens)
             if generation.text is None
             else generation.text.text
         )
-        completion.logprobs = self.name_tokens(generation.logprobs)
+        completion.logprobs = self._front.name_tokens(generation.logprobs)
         completion.cumulative_logprob = generation.cumulative_logprob
         if index == 0:
             output.metrics = generation.metrics
             output.num_cached_tokens = generation.request.num_cached_tokens
-            output.prompt_logprobs = self.name_tokens(generation.prompt_logprobs)
+            output.prompt_logprobs = self._front.name_tokens(generation.prompt_logprobs)
         output.error = output.error or generation.error
         output.finished = all(part.finish_reason is not None for part in output.outputs)
-
-    def name_tokens(self, places: Any) -> Any:
-        """Log-probabilities with the text of each id."""
-        if places is None or self._codec is None:
-            return places
-        return [
-            None
-            if place is None
-            else {token: replace(found, decoded_token=self._decode([token], False)) for token, found in place.items()}
-            for place in places
-        ]
-
-    def _encode(self, text: str | None, add_bos: bool) -> list[int]:
-        codec = self._codec
-        if codec is None:
-            raise InvalidRequest(CODEC_ADVICE, field="prompt")
-        ids = codec.encode_text(text)
-        bos = getattr(codec, "bos_id", None)
-        return [bos, *ids] if add_bos and bos is not None and ids else ids
-
-    def _decode(self, ids: list[int], skip_special: bool) -> str:
-        return "" if self._codec is None else self._codec.decode(ids, skip_special=skip_special)
-
-    @property
-    def _codec(self) -> Any:
-        return None if self._loaded is None else self._loaded.codec
-
-    def get_tokenizer(self) -> Any:
-        """The codec: `encode_text(text) -> ids` and `decode(ids) -> text`; None if no plugin serves the model."""
-        return self._codec
-
-    @property
-    def traits(self) -> ModelTraits:
-        """What the engine knows of the model: vocabulary, special ids, context, page size."""
-        traits: ModelTraits = self._alive().runner.traits
-        return traits
 
     @property
     def stats(self) -> Any:
         """Counts of the step loop since the start (`EngineStats`)."""
         return self._alive().stats
-
-    @property
-    def load_stats(self) -> ReadStats:
-        """Bytes, seconds and GB/s of the checkpoint's reads."""
-        stats: ReadStats = self._alive().runner.model.load_stats
-        return stats
 
     def metrics_text(self) -> str:
         """Counters, gauges and latency histograms in the text format of Prometheus; may be called on any thread."""
@@ -362,7 +312,7 @@ class LLM:
         trace = self._alive().recorder.trace = StepTrace()
         return trace
 
-    def _alive(self) -> Any:
+    def _alive(self) -> EngineCore:
         if self._loaded is None:
             raise EngineDead("this LLM was closed; make a new one")
         return self._core
@@ -384,27 +334,7 @@ class LLM:
         self.close()
 
 
-@dataclass
-class Ticket:
-    """One request of a call on its way: checked, queued, filled."""
-
-    output: RequestOutput
-    params: SamplingParams = SamplingParams()
-    prompt: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    max_tokens: int = 0
-
-    def part_id(self, index: int) -> str:
-        """The id in the loop of one completion."""
-        return self.output.request_id if index == 0 else f"{self.output.request_id}/{index}"
-
-    def refuse(self, error: DeepInferError) -> None:
-        """End the request with a typed error."""
-        self.output.error = error
-        self.output.finished = True
-        self.output.outputs = [CompletionOutput(0, "", [], "error")]
-
-
-def _raise_first(errors: Any) -> None:
+def _raise_first(errors: Iterable[DeepInferError | None]) -> None:
     for error in errors:
         if error is not None:
             raise error

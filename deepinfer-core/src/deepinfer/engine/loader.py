@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deepinfer.ops.step import StepInputs
     from deepinfer.settings import Settings
 
-__all__ = ["LoadedModel", "ServedModel", "StepOps", "load_model"]
+__all__ = ["LoadedModel", "ServedModel", "StepOps", "load_codec", "load_model"]
 
 _logger = logging.getLogger("deepinfer.engine")
 
@@ -98,6 +98,7 @@ class LoadedModel:
         numerics_id: name of the numerics of everything bound.
         budget: bytes of device memory that the engine may use, weights included; None: unlimited.
         backend, runtime: what runs it; None for a model that needs no workspace.
+        served_name: what the codec calls the model.
     """
 
     model: ServedModel
@@ -107,6 +108,7 @@ class LoadedModel:
     budget: int | None = None
     backend: Backend | None = None
     runtime: DeviceRuntime | None = None
+    served_name: str = ""
 
 
 def load_model(name: str | Path | None, settings: Settings) -> LoadedModel:
@@ -143,13 +145,29 @@ def load_model(name: str | Path | None, settings: Settings) -> LoadedModel:
     budget = int(runtime.memory_info().free * settings.memory_utilization)
     model = import_factory(entry)(path, backend, settings, host.load_backend)
     _logger.info("%s: read %s", path, model.load_stats)
-    codec = host.make_codec(path, str(config.get("model_type", "")), path / "tokenizer.json", (str(name or path.name),))
+    served_name = str(name or path.name)
     return LoadedModel(
         model,
         path=path,
-        codec=codec,
+        codec=load_codec(path, served_name),
         numerics_id=numerics_id(backend, runtime, model.table),
         budget=budget,
         backend=backend,
         runtime=runtime,
+        served_name=served_name,
     )
+
+
+def load_codec(path: Path, served_name: str) -> Any:
+    """Text to ids and back for a checkpoint directory; None if no plugin serves the model. Loads nothing heavy.
+
+    Raises:
+        PluginError: a plugin that was asked failed.
+        ConfigError, CheckpointError: config or tokenizer cannot be read.
+    """
+    from deepinfer.json_files import read_json_object
+    from deepinfer.plugins.host import default_host
+
+    config, _ = read_json_object(path / "config.json")
+    tokenizer = path / "tokenizer.json"
+    return default_host().make_codec(path, str(config.get("model_type", "")), tokenizer, (served_name,))

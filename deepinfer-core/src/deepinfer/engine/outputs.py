@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepinfer.errors import DeepInferError
 
@@ -43,6 +44,8 @@ class CompletionOutput:
             share it; their index tells their draws apart.
         logprobs: of every generated id and the most probable ones at its place; None if not asked for.
         cumulative_logprob: sum over the generated ids; None if not asked for.
+        message: the answer of a chat as its codec reads it (role, content, reasoning, tool calls), once it has ended;
+            None for other requests.
     """
 
     index: int
@@ -53,6 +56,7 @@ class CompletionOutput:
     seed: int | None = None
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    message: dict[str, Any] | None = None
 
 
 @dataclass

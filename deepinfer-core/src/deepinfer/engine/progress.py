@@ -1,7 +1,8 @@
-"""A progress bar over the requests of a call, on a terminal only."""
+"""Progress of long work, on a terminal only: the requests of a call, an engine that starts."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -9,7 +10,9 @@ from typing import Any
 
 from deepinfer.engine.core import Generation
 
-__all__ = ["GenerationProgress"]
+__all__ = ["GenerationProgress", "StartProgress"]
+
+_logger = logging.getLogger("deepinfer.engine")
 
 REFRESH_SECONDS = 0.1
 
@@ -59,6 +62,35 @@ class GenerationProgress:
         self._shown = time.perf_counter()
         speed = f"{self._tokens / max(self._shown - self._start, 1e-9):,.1f} tokens/s"
         self._bar.update(self._task, completed=self._done, speed=speed)
+
+
+class StartProgress:
+    """What an engine that starts elsewhere is doing: on a terminal while it lasts, and in the log."""
+
+    def __init__(self) -> None:
+        self._status: Any = None
+
+    def show(self, text: str) -> None:
+        """Say what is done now."""
+        _logger.info("%s", text)
+        if self._status is None:
+            from rich.console import Console
+
+            console = Console(stderr=True)
+            if not console.is_terminal:
+                return
+            self._status = console.status(text)
+            self._status.start()
+        self._status.update(text)
+
+    def __enter__(self) -> StartProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
 
 
 def _make_bar() -> Any:

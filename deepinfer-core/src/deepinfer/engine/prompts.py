@@ -8,17 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer.errors import InvalidRequest
+from deepinfer.errors import DeepInferError, InvalidRequest
 
-__all__ = ["Prompt", "split_prompts", "spread_params"]
+__all__ = ["Prompt", "split_prompts", "spread_params", "spread_priorities"]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: text, token ids (not yet checked), or ids with the text that they stand for."""
+    """One prompt: text, token ids (not yet checked), ids with the text that they stand for, or why there are none."""
 
     text: str | None = None
     token_ids: Any = None
+    error: DeepInferError | None = None
 
 
 def split_prompts(prompts: Any, prompt_token_ids: Any) -> tuple[list[Prompt], bool]:
@@ -53,6 +54,24 @@ def spread_params(params: Any, count: int) -> list[Any]:
     if len(params) != count:
         raise InvalidRequest(f"{len(params)} entries for {count} prompts", field="sampling_params")
     return list(params)
+
+
+def spread_priorities(priority: Any, count: int) -> list[int]:
+    """One priority per prompt; lower goes first.
+
+    Raises:
+        InvalidRequest: neither an integer nor a list of `count` integers, or beyond 64 bits.
+    """
+    priority = _plain(priority)
+    given = [priority] * count if isinstance(priority, int) else priority
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise InvalidRequest(f"{priority!r} is neither an integer nor a list of them", field="priority")
+    if len(given) != count:
+        raise InvalidRequest(f"{len(given)} entries for {count} prompts", field="priority")
+    for item in given:
+        if isinstance(item, bool) or not isinstance(item, int) or not -(2**63) <= item < 2**63:
+            raise InvalidRequest(f"{item!r} is not an integer of 64 bits; lower goes first", field="priority")
+    return list(given)
 
 
 def _split(given: Any) -> tuple[list[Prompt], bool]:

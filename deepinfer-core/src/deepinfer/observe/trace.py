@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-__all__ = ["LANES", "StepTrace"]
+__all__ = ["LANES", "Counts", "Span", "StepTrace"]
 
 LANES = ("plan", "launch", "device", "post")
 """Lanes from top to bottom: planning a step, handing it over, the device at work on it, its results processed."""
 
 MAX_EVENTS = 1_000_000
+
+Span: TypeAlias = tuple[int, int, float, float, dict[str, Any]]
+"""Index of the lane, step, start and end in seconds of one monotonic clock, further facts."""
+
+Counts: TypeAlias = tuple[float, dict[str, int]]
+"""A moment in seconds, and counts by name."""
 
 
 class StepTrace:
@@ -24,8 +30,8 @@ class StepTrace:
     """
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:
-        self._spans: list[tuple[int, int, float, float, Mapping[str, Any]]] = []
-        self._counters: list[tuple[float, Mapping[str, int]]] = []
+        self._spans: list[Span] = []
+        self._counters: list[Counts] = []
         self._max_events = max_events
         self.num_dropped = 0
 
@@ -38,6 +44,19 @@ class StepTrace:
         """Note counts at a moment; drawn as stacked areas."""
         if self._has_room():
             self._counters.append((moment, values))
+
+    def take(self) -> tuple[list[Span], list[Counts]]:
+        """What was noted since the last call, as `extend` of another trace reads it; here it is gone."""
+        taken = self._spans, self._counters
+        self._spans, self._counters = [], []
+        return taken
+
+    def extend(self, spans: Iterable[Span], counters: Iterable[Counts]) -> None:
+        """Note what another trace recorded against the same clock."""
+        for lane, step, start, end, facts in spans:
+            self.span(LANES[lane], step, start, end, **facts)
+        for moment, values in counters:
+            self.counter(moment, **values)
 
     def _has_room(self) -> bool:
         full = len(self._spans) + len(self._counters) >= self._max_events

@@ -1,0 +1,1 @@
+"""The step loop in a process of its own."""
