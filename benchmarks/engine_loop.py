@@ -18,7 +18,8 @@ from deepinfer.conformance.sim import SimulatedDevice, StubRunner
 from deepinfer.engine.core import EngineCore
 from deepinfer.models.traits import ModelTraits
 from deepinfer.sampling.params import SamplingParams
-from deepinfer.scheduler.scheduler import Scheduler, SchedulerConfig
+from deepinfer.scheduler.config import SchedulerConfig
+from deepinfer.scheduler.scheduler import Scheduler
 
 PAGE = 128
 CONTEXT = 4096
@@ -64,7 +65,7 @@ def plan_time(sequences: int, steps: int, num_drafts: int = 0) -> dict[str, floa
     """Microseconds of `Scheduler.plan` with so many decoding sequences."""
     core, _ = make_core(sequences, 0.0, 1, num_drafts)
     fill(core, sequences, 32, CONTEXT // 2)
-    while core.scheduler.num_queued or core.scheduler._prefilling:
+    while core.scheduler.num_queued or core.scheduler.num_prefilling:
         core.step()
     seconds = []
     plan = core.scheduler.plan
@@ -87,7 +88,7 @@ def device_share(sequences: int, step_time: float, depth: int, steps: int, num_d
     """Idle share of the device and tokens per second in steady decoding, host work and result processing included."""
     core, device = make_core(sequences, step_time, depth, num_drafts)
     fill(core, sequences, 32, CONTEXT // 2)
-    while core.scheduler.num_queued or core.scheduler._prefilling:
+    while core.scheduler.num_queued or core.scheduler.num_prefilling:
         core.step()
     clock = device.clock
     busy, idle, start, done = clock.busy, clock.idle, time.perf_counter(), core.stats.steps

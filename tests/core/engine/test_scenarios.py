@@ -127,7 +127,7 @@ def run_scenario(seed: int, fake_model: Any, make_engine: Any, naive_model: Any)
         idle = idle + 1 if before == after and before[1] else 0
         assert idle <= 2, "no progress"
         scheduler.pages.check()
-        assert scheduler.num_available_pages >= 0, "pages are promised twice"
+        assert scheduler.sequences.num_available_pages >= 0, "pages are promised twice"
         step += 1
         assert step < 2000, "no end"
     assert not core._in_flight
@@ -144,7 +144,7 @@ def run_scenario(seed: int, fake_model: Any, make_engine: Any, naive_model: Any)
     assert max(fake_model.rows_seen, default=0) <= budget
     core.close()
     # Copies of requests that ended in the last step go with the next plan.
-    assert len(core.runner.host_copies) <= len(scheduler._dropped)
+    assert len(core.runner.host_copies) <= len(scheduler.changes.dropped)
     return core
 
 

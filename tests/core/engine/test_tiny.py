@@ -18,7 +18,8 @@ from deepinfer.checkpoint.synthetic import make_checkpoint
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.errors import CheckpointError, InvalidRequest
-from deepinfer.scheduler.scheduler import Scheduler, SchedulerConfig
+from deepinfer.scheduler.config import SchedulerConfig
+from deepinfer.scheduler.scheduler import Scheduler
 
 OPTIONS: dict[str, Any] = {
     "accelerator": "cpu",

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from deepinfer.cache.pool import PagePool, SlotPool
 from deepinfer.errors import ConfigError
+from deepinfer.scheduler.config import SchedulerConfig
 from deepinfer.scheduler.policy import PriorityOrder
 from deepinfer.scheduler.request import FinishReason, Request, RequestState
-from deepinfer.scheduler.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from deepinfer.scheduler.scheduler import ScheduledStep, Scheduler
 
 
 def make(pages: int = 20, policy: Any = None, **config: Any) -> Scheduler:
@@ -148,7 +149,7 @@ def test_abort_while_preempted_drops_the_copy() -> None:
     step = scheduler.plan()
     assert step is not None
     finish_spent(scheduler, step, drawn)
-    scheduler._preempt_worst()
+    scheduler.preempt_worst()
     parked = scheduler.find("b")
     assert parked is not None
     assert parked.state is RequestState.PREEMPTED
@@ -198,10 +199,10 @@ def test_draft_rows_stop_at_the_last_wanted_token_and_bounds_are_corrected() -> 
     assert third is not None
     assert second.plan.row_counts.tolist() == third.plan.row_counts.tolist() == [4]
     assert second.plan.sample_counts.tolist() == [4]
-    assert scheduler._scheduled[item.slot] == 2 + 8
+    assert scheduler.sequences.scheduled[item.slot] == 2 + 8
     scheduler.correct(second, np.array([2]))
-    assert scheduler._scheduled[item.slot] == 2 + 6
-    assert scheduler._draws[item.slot] == 1 + 2 + 1
+    assert scheduler.sequences.scheduled[item.slot] == 2 + 6
+    assert scheduler.sequences.draws[item.slot] == 1 + 2 + 1
     scheduler.correct(third, np.array([4]))
     last = scheduler.plan()
     assert last is not None

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from deepinfer.cache.pool import PagePool, SlotPool
 from deepinfer.errors import CapacityError, ConfigError, InvalidRequest
+from deepinfer.scheduler.config import SchedulerConfig
 from deepinfer.scheduler.request import FinishReason, Request, RequestState, SamplingRow
-from deepinfer.scheduler.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from deepinfer.scheduler.scheduler import ScheduledStep, Scheduler
 
 
 def make(pages: int = 20, **config: Any) -> Scheduler:

@@ -25,7 +25,8 @@ from deepinfer.engine.sampler import sampler_bytes, sampler_table_bytes
 from deepinfer.errors import ConfigError
 from deepinfer.ops.sampling import sampling_bytes
 from deepinfer.ops.step import SlotRecords
-from deepinfer.scheduler.scheduler import Scheduler, SchedulerConfig
+from deepinfer.scheduler.config import SchedulerConfig
+from deepinfer.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from deepinfer.observe.recorder import StepObserver

@@ -158,7 +158,7 @@ class EngineCore:
         self._in_flight: deque[_InFlight] = deque()
         self._last_read = 0.0
         if runner.poison_released:
-            scheduler.on_release = self.executor.release
+            scheduler.sequences.on_release = self.executor.release
 
     @property
     def num_unfinished(self) -> int:
@@ -484,9 +484,9 @@ class EngineCore:
                 continue
             start, end = starts[index], starts[index] + (accepted[index] if samples[index] else 0)
             if any(status[row] != STATUS_OK for row in range(start, end)):
-                self.scheduler.withdraw(request)
-            elif self.scheduler.advance(request, rows[index] if prefill[index] else accepted[index]):
-                self.scheduler.publish(request, [*generation.token_ids, *result.tokens[start:end].tolist()])
+                self.scheduler.reuse.withdraw(request)
+            elif self.scheduler.reuse.advance(request, rows[index] if prefill[index] else accepted[index]):
+                self.scheduler.reuse.publish(request, [*generation.token_ids, *result.tokens[start:end].tolist()])
         if self.tiers is not None:
             self.tiers.export()
 

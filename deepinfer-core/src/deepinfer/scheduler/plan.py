@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Move", "SamplingRows", "StepPlan"]
+__all__ = ["Changes", "Move", "SamplingRows", "StepPlan"]
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -53,6 +53,31 @@ class Move:
     slot: int
     pages: NDArray[np.int32]
     unowned: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
+
+
+@dataclass
+class Changes:
+    """What happened to slots and pages since the last plan, for the next one to tell the device.
+
+    Attributes:
+        released: slots whose request is gone.
+        grants: (slots, indices in their page tables, page ids) of granted pages.
+        saves: requests that were preempted. dropped: keys of host copies that nobody will ask for again.
+        slot_copies: (snapshot, slot) of requests that found a prefix.
+        evicted: pages that left the prefix cache.
+    """
+
+    released: list[int] = field(default_factory=list)
+    grants: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = field(default_factory=list)
+    saves: list[Move] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    evicted: list[NDArray[np.int32]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget what a plan has taken up."""
+        for notes in (self.released, self.grants, self.saves, self.dropped, self.slot_copies, self.evicted):
+            notes.clear()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Continuous batching: which rows run in the next step, and who owns which page and slot."""
+"""Continuous batching: which rows run in the next step, and who gives way when pages run out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,70 +9,16 @@ from numpy.typing import NDArray
 
 from deepinfer.cache.pool import PagePool, SlotPool
 from deepinfer.cache.reuse import PrefixCache
-from deepinfer.errors import CapacityError, ConfigError, InvalidRequest
-from deepinfer.scheduler.plan import Move, SamplingRows, StepPlan
+from deepinfer.errors import ConfigError, InvalidRequest
+from deepinfer.scheduler.assembly import StepRows, assemble
+from deepinfer.scheduler.config import SchedulerConfig
+from deepinfer.scheduler.plan import Changes, Move, StepPlan
 from deepinfer.scheduler.policy import Policy, PriorityOrder
+from deepinfer.scheduler.prefixes import PrefixReuse
 from deepinfer.scheduler.request import FinishReason, Parked, Request, RequestState
+from deepinfer.scheduler.sequences import Sequences
 
-__all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig", "exact_rows"]
-
-
-def exact_rows(rows: int) -> int:
-    """The row bucket of a backend that needs no padding."""
-    return rows
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of a step and of a request.
-
-    Attributes:
-        max_num_seqs: sequences that may run at once (= state slots).
-        max_num_batched_tokens: rows of one step; at least `max_num_seqs`, so that every running sequence can decode
-            and, since a prompt in progress holds a slot itself, at least one row is left for prefill.
-        max_model_len: prompt and output tokens of one request.
-        page_size: tokens of one page.
-        max_prefill_chunk: longest chunk of one prompt in a step; None: as long as the budget.
-        max_scored_rows: prompt rows of a step whose logits are wanted; each such prompt gets at least one more.
-        num_drafts: draft rows of a decoding sequence, at most.
-        lookahead: positions past a request's last token that rows in flight may write: `num_drafts` if a step is
-            planned before the previous one is read, else 0.
-        preempt_every: preempt a request in every so many steps although nothing requires it (tests); 0: never.
-        history_width: tokens before a resumed position that an admission brings along.
-        keep_tokens: last tokens of a prompt that bounded replay sends through the consumer half; 0: no replay.
-        row_bucket: padded row count for a number of rows.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    page_size: int
-    max_prefill_chunk: int | None = None
-    max_scored_rows: int = 512
-    num_drafts: int = 0
-    lookahead: int = 0
-    preempt_every: int = 0
-    history_width: int = 0
-    keep_tokens: int = 0
-    row_bucket: Callable[[int], int] = exact_rows
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_model_len", "page_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{getattr(self, name)} is not positive", field=name)
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"{self.max_num_batched_tokens} rows a step cannot hold one row of each of max_num_seqs="
-                f"{self.max_num_seqs} sequences; raise it or lower max_num_seqs",
-                field="max_num_batched_tokens",
-            )
-        if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
-            raise ConfigError(f"{self.max_prefill_chunk} is not positive", field="max_prefill_chunk")
-
-    @property
-    def max_pages(self) -> int:
-        """Pages that the longest request can need."""
-        return -(-(self.max_model_len + self.lookahead) // self.page_size)
+__all__ = ["ScheduledStep", "Scheduler"]
 
 
 @dataclass(frozen=True)
@@ -122,37 +67,18 @@ class Scheduler:
         self.slots = slots
         self.prefix = prefix
         self.queue: Policy = PriorityOrder() if policy is None else policy
-        self.on_release: Callable[[int, NDArray[np.int32]], None] | None = None
-        """Told of every slot and the pages that come back with it."""
+        self.changes = Changes()
+        self.sequences = Sequences(config, pages, slots, prefix, self.changes)
+        self.reuse = PrefixReuse(prefix, self.sequences, self.changes)
+        self.num_preemptions = 0
+        """Times that a request was preempted."""
         self._by_id: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
         self._draining: list[Request] = []
-        self._released: list[int] = []
-        self._saves: list[Move] = []
-        self._dropped: list[int] = []
-        self._slot_copies: list[tuple[int, int]] = []
-        self._evicted: list[NDArray[np.int32]] = []
-        self._planning = False
-        if prefix is not None:
-            prefix.on_evict = self._note_evicted
-        self._grants: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
-        self.num_preemptions = 0
-        """Times that a request was preempted."""
         self._arrivals = 0
         self._scored_left = config.max_scored_rows
         self._next_step = 0
         self._completed = -1
-        size = slots.num_slots
-        self._active = np.zeros(size, np.bool_)
-        self._single_row = np.zeros(size, np.bool_)
-        self._prompt_length = np.zeros(size, np.int32)
-        self._max_draws = np.zeros(size, np.int32)
-        self._scheduled = np.zeros(size, np.int32)
-        self._draws = np.zeros(size, np.int32)
-        self._granted = np.zeros(size, np.int32)
-        self._last_step = np.full(size, -1, np.int64)
-        self._page_table = np.full((size, config.max_pages), -1, np.int32)
-        self._owner = np.full(size, None, object)
 
     # ---- requests in and out -------------------------------------------------------------------------------------
 
@@ -164,27 +90,16 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold a slot and are not finished."""
-        return int(self._active.sum())
+        return self.sequences.num_running
 
     @property
-    def num_promised_pages(self) -> int:
-        """Pages not granted yet that running prompts own for their remaining tokens."""
-        need = -(-self._prompt_length // self.config.page_size) - self._granted
-        return int(need[self._active & (self._scheduled < self._prompt_length)].clip(min=0).sum())
-
-    @property
-    def num_available_pages(self) -> int:
-        """Pages that can be granted to anyone: free ones, and cached ones, which make room when needed."""
-        return self.pages.num_free + self.pages.num_cached - self.num_promised_pages
+    def num_prefilling(self) -> int:
+        """Running requests whose prompt is not through."""
+        return len(self._prefilling)
 
     def has_work(self) -> bool:
         """Whether a request is unfinished or a finished one still waits for its last step."""
         return bool(self._by_id or self._draining)
-
-    def footprint(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Pages that a request can need: the last sampled token is never forwarded."""
-        positions = num_prompt_tokens + max_tokens - 1 + self.config.lookahead
-        return -(-positions // self.config.page_size)
 
     def check_fit(self, request_id: str, length: int, max_tokens: int) -> int:
         """Pages of a request that could run if it were alone.
@@ -193,24 +108,7 @@ class Scheduler:
             InvalidRequest: empty prompt, no output token, or longer than the context.
             CapacityError: its pages exceed the whole pool, so it could never run.
         """
-        limit = self.config.max_model_len
-        if length < 1:
-            raise InvalidRequest("the prompt is empty; give at least one token", field="prompt")
-        if max_tokens < 1:
-            raise InvalidRequest(f"{max_tokens} is not at least 1", field="max_tokens")
-        if length + max_tokens > limit:
-            raise InvalidRequest(
-                f"{length} prompt tokens and max_tokens={max_tokens} exceed the context of {limit} tokens",
-                field="prompt",
-            )
-        footprint = self.footprint(length, max_tokens)
-        if footprint > self.pages.capacity:
-            raise CapacityError(
-                f"request {request_id!r} can need {footprint} pages of {self.config.page_size} tokens "
-                f"({length} prompt tokens, max_tokens={max_tokens}), the pool has {self.pages.capacity}; lower "
-                "max_tokens, shorten the prompt or give the engine more pages"
-            )
-        return footprint
+        return self.config.check_fit(request_id, length, max_tokens, self.pages.capacity)
 
     def add(self, request: Request, *, loading: bool = False) -> None:
         """Queue a request.
@@ -261,15 +159,15 @@ class Scheduler:
         if state is not RequestState.RUNNING:
             if state is not RequestState.LOADING:
                 self.queue.remove(request)
-            self._end_chain(request)
+            self.reuse.end(request)
             if state is RequestState.PREEMPTED:
-                self._dropped.append(request.arrival)
+                self.changes.dropped.append(request.arrival)
                 request.parked = None
             return
         self._prefilling.pop(request.request_id, None)
-        self._active[request.slot] = False
-        if self._last_step[request.slot] <= self._completed:
-            self._release(request)
+        self.sequences.active[request.slot] = False
+        if self.sequences.last_step[request.slot] <= self._completed:
+            self.sequences.release(request)
         else:
             self._draining.append(request)
 
@@ -277,10 +175,10 @@ class Scheduler:
         """Note that the device has finished every step up to this one."""
         self._completed = max(self._completed, step)
         if self._draining:
-            done = [r for r in self._draining if self._last_step[r.slot] <= self._completed]
-            self._draining = [r for r in self._draining if self._last_step[r.slot] > self._completed]
+            done = [r for r in self._draining if self.sequences.last_step[r.slot] <= self._completed]
+            self._draining = [r for r in self._draining if self.sequences.last_step[r.slot] > self._completed]
             for request in done:
-                self._release(request)
+                self.sequences.release(request)
 
     def correct(self, step: ScheduledStep, accepted: NDArray[np.int64]) -> None:
         """Replace the bounds of a planned step by what happened.
@@ -298,12 +196,12 @@ class Scheduler:
                 request.parked.scheduled -= rejected
                 request.parked.draws += extra
             elif request.state is RequestState.RUNNING:
-                self._scheduled[request.slot] -= rejected
-                self._draws[request.slot] += extra
+                self.sequences.scheduled[request.slot] -= rejected
+                self.sequences.draws[request.slot] += extra
 
     def forget(self, plan: StepPlan) -> None:
         """Drop the host copies of a plan that failed before its moves were done."""
-        self._dropped += [move.key for move in (*plan.saves, *plan.restores)] + list(plan.dropped)
+        self.changes.dropped += [move.key for move in (*plan.saves, *plan.restores)] + list(plan.dropped)
 
     def assert_idle(self) -> None:
         """Verify that nothing is left: no request, no used page, no slot.
@@ -312,7 +210,7 @@ class Scheduler:
             PoolError: pages or slots leaked.
             RuntimeError: requests are left.
         """
-        if self.has_work() or self._active.any():
+        if self.has_work() or self.sequences.active.any():
             raise RuntimeError(f"not idle: {len(self._by_id)} requests, {len(self._draining)} wait for their last step")
         self.pages.assert_idle()
         self.slots.assert_idle()
@@ -323,18 +221,15 @@ class Scheduler:
 
     def plan(self) -> ScheduledStep | None:
         """Plan the next step; None if no sequence can take a row now."""
-        self._planning = True
-        try:
+        with self.reuse.planning():
             return self._plan()
-        finally:
-            self._planning = False
 
     def _plan(self) -> ScheduledStep | None:
         config = self.config
         if config.preempt_every and self._next_step % config.preempt_every == config.preempt_every - 1:
-            self._preempt_worst()
+            self.preempt_worst()
         decoding, counts = self._decode_rows()
-        self._grant(decoding, counts)
+        self.sequences.grant(decoding, counts)
         budget = config.max_num_batched_tokens - int(counts.sum())
         self._scored_left = config.max_scored_rows
         chunks = self._take_chunks(budget)
@@ -342,94 +237,66 @@ class Scheduler:
         admitted, resumed, restores = self._admit(budget, chunks)
         if not decoding.size and not chunks and not resumed:
             return None
+        rows = self._take_rows(decoding, counts, resumed, chunks)
+        snapshots = self.reuse.snapshots([request for request, _ in chunks])
+        plan = assemble(
+            self._next_step,
+            rows,
+            self.changes,
+            config,
+            admitted=admitted,
+            restores=restores,
+            snapshots=snapshots,
+        )
+        self.changes.clear()
+        self._next_step += 1
+        return ScheduledStep(plan, tuple(self.sequences.owner[rows.slots].tolist()))
+
+    def _take_rows(
+        self,
+        decoding: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        resumed: list[int],
+        chunks: list[tuple[Request, int]],
+    ) -> StepRows:
+        """Advance the sequences by their rows of this step."""
+        sequences = self.sequences
         prefill_slots = np.fromiter((request.slot for request, _ in chunks), np.int32, len(chunks))
         slots = np.concatenate([decoding, np.array(resumed, np.int32), prefill_slots])
-        first_prefill = slots.size - len(chunks)
         counts = np.concatenate([counts, np.ones(len(resumed), np.int32), [chunk for _, chunk in chunks]])
         counts = counts.astype(np.int32)
-        starts = self._scheduled[slots]
-        tokens = [
-            request.prompt[start : start + chunk]
-            for (request, chunk), start in zip(chunks, starts[first_prefill:].tolist(), strict=True)
-        ]
-        self._grant(prefill_slots, counts[first_prefill:])
-        self._scheduled[slots] = starts + counts
-        samples = self._scheduled[slots] >= self._prompt_length[slots]
-        self._draws[slots] += samples
-        self._last_step[slots] = self._next_step
+        starts = sequences.scheduled[slots]
+        sequences.grant(prefill_slots, counts[slots.size - len(chunks) :])
+        sequences.scheduled[slots] = starts + counts
+        lengths = sequences.prompt_length[slots]
+        samples = sequences.scheduled[slots] >= lengths
+        sequences.draws[slots] += samples
+        sequences.last_step[slots] = self._next_step
         for request, _ in chunks:
-            if self._scheduled[request.slot] >= self._prompt_length[request.slot]:
+            if sequences.scheduled[request.slot] >= sequences.prompt_length[request.slot]:
                 del self._prefilling[request.request_id]
-        back = {move.slot for move in restores}
-        snapshots = self._snapshots([request for request, _ in chunks])
-        granted = [np.concatenate(part) for part in zip(*self._grants, strict=True)] or [np.empty(0, np.int32)] * 3
-        keep_from, kept_bucket = self._kept(slots, starts, counts, first_prefill)
-        plan = StepPlan(
-            step=self._next_step,
-            keep_from=keep_from,
-            kept_bucket=kept_bucket,
-            slots=slots,
-            row_counts=counts,
-            is_prefill=np.arange(slots.size) >= first_prefill,
-            host_tokens=np.concatenate(tokens) if tokens else np.empty(0, np.int64),
-            samples=samples,
-            row_bucket=config.row_bucket(int(counts.sum())),
-            page_slots=granted[0],
-            page_indices=granted[1],
-            page_ids=granted[2],
-            admitted_slots=np.array([request.slot for request in admitted], np.int32),
-            admitted_lengths=np.array([request.num_cached_tokens for request in admitted], np.int32),
-            admitted_tokens=_tokens_before(admitted, config.history_width),
-            admitted_sampling=_sampling_rows(admitted),
-            released_slots=np.array([slot for slot in self._released if slot not in back], np.int32),
-            saves=tuple(self._saves),
-            restores=tuple(restores),
-            dropped=tuple(self._dropped),
-            evicted=np.concatenate(self._evicted) if self._evicted else np.empty(0, np.int32),
-            slot_copies=np.array(self._slot_copies, np.int32).reshape(-1, 2),
-            snapshot_copies=np.array(snapshots, np.int32).reshape(-1, 2),
-        )
-        self._released, self._saves, self._dropped, self._grants = [], [], [], []
-        self._slot_copies, self._evicted = [], []
-        self._next_step += 1
-        return ScheduledStep(plan, tuple(self._owner[slots].tolist()))
-
-    def _kept(
-        self, slots: NDArray[np.int32], starts: NDArray[np.int32], counts: NDArray[np.int32], first_prefill: int
-    ) -> tuple[NDArray[np.int32], int]:
-        """Where each prompt enters the consumer half, defined by its whole length alone, and the rows that do."""
-        if not self.config.keep_tokens:
-            return np.empty(0, np.int32), 0
-        keep_from = np.maximum(self._prompt_length[slots] - self.config.keep_tokens, 0).astype(np.int32)
-        keep_from[:first_prefill] = 0
-        kept = np.clip(starts + counts - keep_from, 0, counts)
-        return keep_from, self.config.row_bucket(max(int(kept.sum()), 1))
+        return StepRows(slots, counts, starts, samples, lengths, chunks)
 
     def _decode_rows(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Decoding sequences and their rows, as far as pages last; preempts where they do not."""
-        decoding = self._decoding()
+        decoding = self.sequences.decoding()
         counts = self._with_drafts(decoding)
-        available = self.num_available_pages
-        if self._missing(decoding, counts).sum() <= available:
+        available = self.sequences.num_available_pages
+        if self.sequences.missing(decoding, counts).sum() <= available:
             return decoding, counts
         counts = np.ones(decoding.size, np.int32)
-        while (missing := self._missing(decoding, counts)).sum() > available:
-            if self._pages_return() or not self._preempt_worst():
+        while (missing := self.sequences.missing(decoding, counts)).sum() > available:
+            if self._pages_return() or not self.preempt_worst():
                 # The least urgent ones that need a page sit this step out.
-                owners = self._owner[decoding].tolist()
+                owners = self.sequences.owner[decoding].tolist()
                 order = sorted(range(decoding.size), key=lambda index: owners[index].order_key)
                 fits = np.cumsum(missing[order]) <= available
                 kept = np.sort(np.array(order, np.int64)[fits | (missing[order] == 0)])
                 return decoding[kept], counts[kept]
-            decoding = self._decoding()
+            decoding = self.sequences.decoding()
             counts = np.ones(decoding.size, np.int32)
-            available = self.num_available_pages
+            available = self.sequences.num_available_pages
         return decoding, counts
-
-    def _decoding(self) -> NDArray[np.int32]:
-        """Slots of the sequences that are through their prompt and may draw again."""
-        ready = self._active & (self._scheduled >= self._prompt_length) & (self._draws < self._max_draws)
-        return np.flatnonzero(ready).astype(np.int32)
 
     def _with_drafts(self, decoding: NDArray[np.int32]) -> NDArray[np.int32]:
         """Rows of each decoding sequence: one, and drafts as far as tokens are wanted and rows are left."""
@@ -439,36 +306,29 @@ class Scheduler:
         if self._prefilling or len(self.queue):
             spare //= 2
         most = min(self.config.num_drafts, spare // decoding.size)
-        wanted = np.where(self._single_row[decoding], 1, 1 + most).astype(np.int32)
-        return np.minimum(wanted, self._max_draws[decoding] - self._draws[decoding])
-
-    def _missing(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Pages that each sequence lacks for its next rows."""
-        needed = -(-(self._scheduled[slots] + counts) // self.config.page_size)
-        return np.maximum(needed - self._granted[slots], 0)
+        wanted = np.where(self.sequences.single_row[decoding], 1, 1 + most).astype(np.int32)
+        return np.minimum(wanted, self.sequences.max_draws[decoding] - self.sequences.draws[decoding])
 
     def _pages_return(self) -> bool:
         """Whether a step in flight ends a request, so that pages come back without preemption."""
-        ending = self._active & (self._draws >= self._max_draws) & (self._last_step > self._completed)
-        return bool(self._draining) or bool(ending.any())
+        return bool(self._draining) or self.sequences.any_ending(self._completed)
 
-    def _preempt_worst(self) -> bool:
+    def preempt_worst(self) -> bool:
         """Preempt the least urgent request that has still something to do; False if there is none."""
-        candidates = np.flatnonzero(self._active & (self._draws < self._max_draws))
-        if not candidates.size:
+        candidates = self.sequences.unfinished()
+        if not candidates:
             return False
-        self._preempt(max(self._owner[candidates].tolist(), key=lambda request: request.order_key))
+        self._preempt(max(candidates, key=lambda request: request.order_key))
         return True
 
     def _preempt(self, request: Request) -> None:
         """Take pages and slot of a request; the next plan copies them to the host before anyone can write them."""
         slot = request.slot
-        granted = int(self._granted[slot])
-        request.parked = Parked(int(self._scheduled[slot]), int(self._draws[slot]), granted)
-        pages = self._page_table[slot, :granted].copy()
-        self._saves.append(Move(request.arrival, slot, pages, self._vacate(request)))
+        granted = int(self.sequences.granted[slot])
+        request.parked = Parked(int(self.sequences.scheduled[slot]), int(self.sequences.draws[slot]), granted)
+        pages = self.sequences.pages_of(slot).copy()
+        self.changes.saves.append(Move(request.arrival, slot, pages, self.sequences.vacate(request)))
         self._prefilling.pop(request.request_id, None)
-        self._active[slot] = False
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -494,25 +354,28 @@ class Scheduler:
         admitted: list[Request] = []
         resumed: list[int] = []
         restores: list[Move] = []
-        while budget > 0 and self.num_running < self.config.max_num_seqs and self.slots.num_free:
+        sequences = self.sequences
+        while budget > 0 and sequences.num_running < self.config.max_num_seqs and self.slots.num_free:
             request = self.queue.peek()
-            if request is None or self._entry_pages(request) + self.num_running > self.num_available_pages:
+            if request is None:
+                break
+            if self._entry_pages(request) + sequences.num_running > sequences.num_available_pages:
                 break
             self.queue.remove(request)
             if request.parked is None:
                 admitted.append(request)
-                self._enter(request)
-                self._find_prefix(request)
+                self.sequences.enter(request)
+                self.reuse.begin(request)
             else:
                 restores.append(self._resume(request))
-            if self._scheduled[request.slot] < self._prompt_length[request.slot]:
+            if self.sequences.scheduled[request.slot] < self.sequences.prompt_length[request.slot]:
                 self._prefilling[request.request_id] = request
                 chunk = self._chunk(request, budget)
                 chunks.append((request, chunk))
                 budget -= chunk
             else:
                 resumed.append(request.slot)
-                self._grant(np.array([request.slot], np.int32), np.ones(1, np.int32))
+                self.sequences.grant(np.array([request.slot], np.int32), np.ones(1, np.int32))
                 budget -= 1
         return admitted, resumed, restores
 
@@ -522,166 +385,24 @@ class Scheduler:
         positions = max(request.num_prompt_tokens, parked.scheduled + 1)
         return max(parked.granted, -(-positions // self.config.page_size))
 
-    def _enter(self, request: Request) -> None:
-        slot = request.slot = self.slots.allocate()
-        request.state = RequestState.RUNNING
-        self._owner[slot] = request
-        self._active[slot] = True
-        self._single_row[slot] = request.single_row
-        self._prompt_length[slot] = request.num_prompt_tokens
-        self._max_draws[slot] = request.max_tokens
-        self._scheduled[slot] = self._draws[slot] = self._granted[slot] = 0
-        self._last_step[slot] = -1
-
     def _resume(self, request: Request) -> Move:
         """Give a preempted request a slot and as many pages as it had."""
         parked = request.parked
         if parked is None:
             raise RuntimeError(f"request {request.request_id!r} is not preempted")
-        self._enter(request)
+        self.sequences.enter(request)
         request.parked = None
         slot = request.slot
-        pages = self._extend(np.array([slot], np.int32), np.array([parked.granted], np.int32))
-        self._scheduled[slot], self._draws[slot] = parked.scheduled, parked.draws
+        pages = self.sequences.extend(np.array([slot], np.int32), np.array([parked.granted], np.int32))
+        self.sequences.scheduled[slot], self.sequences.draws[slot] = parked.scheduled, parked.draws
         return Move(request.arrival, slot, pages)
 
     def _chunk(self, request: Request, budget: int) -> int:
-        start = int(self._scheduled[request.slot])
-        left = int(self._prompt_length[request.slot]) - start
+        start = int(self.sequences.scheduled[request.slot])
+        left = int(self.sequences.prompt_length[request.slot]) - start
         limit = self.config.max_prefill_chunk
         rows = min(left, budget) if limit is None else min(left, budget, limit)
         if request.scored:
             rows = min(rows, max(1, self._scored_left))
             self._scored_left -= rows
-        if self.prefix is None or request.chain is None:
-            return rows
-        return self.prefix.cut(request.chain, start, rows)
-
-    # ---- reuse of prefixes ---------------------------------------------------------------------------------------
-
-    def advance(self, request: Request, rows: int) -> bool:
-        """Note rows of a request that stand, as a good step told; whether they complete something to `publish`.
-
-        Args:
-            request: that ran; it may be preempted by now.
-            rows: prompt rows, or accepted rows.
-        """
-        request.num_forwarded += rows
-        chain = request.chain
-        if chain is None or request.slot < 0:
-            return False
-        return bool(chain.pending) or request.num_forwarded // self.config.page_size > len(chain.keys)
-
-    def publish(self, request: Request, output: Sequence[int]) -> None:
-        """Let others reuse the pages that a request has completed.
-
-        Args:
-            request: for which `advance` said so.
-            output: its generated tokens, at least those that were forwarded.
-        """
-        if self.prefix is not None and request.chain is not None:
-            length = min(request.num_forwarded, request.num_prompt_tokens + len(output))
-            row = self._page_table[request.slot, : self._granted[request.slot]]
-            self.prefix.publish(request.chain, length, output, row)
-
-    def withdraw(self, request: Request) -> None:
-        """Make what a request left in the cache unknown: its numbers are not sound."""
-        if self.prefix is not None and request.chain is not None:
-            self.prefix.forget(request.chain)
-
-    def _find_prefix(self, request: Request) -> None:
-        """Let a prompt begin at the deepest place that the cache knows."""
-        if self.prefix is None:
-            return
-        chain = request.chain = self.prefix.begin(request.prompt, reuse=request.reuse_prefix)
-        count, slot = chain.pages.size, request.slot
-        request.num_cached_tokens = request.num_forwarded = count * self.config.page_size
-        if count:
-            self._page_table[slot, :count] = chain.pages
-            self._granted[slot] = count
-            self._scheduled[slot] = request.num_cached_tokens
-            self._grants.append((np.full(count, slot, np.int32), np.arange(count, dtype=np.int32), chain.pages))
-            self._slot_copies.append((chain.restore, slot))
-
-    def _snapshots(self, requests: list[Request]) -> list[tuple[int, int]]:
-        """(slot, snapshot) of the prompts whose chunks end where a snapshot is wanted."""
-        if self.prefix is None:
-            return []
-        copies = []
-        for request in requests:
-            if request.chain is not None:
-                snapshot = self.prefix.save(request.chain, int(self._scheduled[request.slot]))
-                if snapshot >= 0:
-                    copies.append((request.slot, snapshot))
-        return copies
-
-    def _note_evicted(self, pages: NDArray[np.int32]) -> None:
-        """Pages of a request that the same plan preempts may be among them: its saves must come first."""
-        if self._planning:
-            self._evicted.append(pages)
-        elif self.on_release is not None:
-            self.on_release(0, pages)
-
-    def _end_chain(self, request: Request) -> None:
-        if self.prefix is not None and request.chain is not None:
-            self.prefix.end(request.chain)
-
-    def _grant(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
-        """Give each sequence the pages that its next rows newly reach."""
-        missing = self._missing(slots, counts)
-        if missing.any():
-            self._extend(slots, missing)
-
-    def _extend(self, slots: NDArray[np.int32], missing: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Grant so many further pages to each sequence and note them for the plan; their ids."""
-        total = int(missing.sum())
-        ids = self.pages.allocate(total) if self.prefix is None else self.prefix.allocate(total)
-        owners = np.repeat(slots, missing)
-        first = np.repeat(np.cumsum(missing) - missing, missing)
-        indices = (np.repeat(self._granted[slots], missing) + np.arange(ids.size) - first).astype(np.int32)
-        self._page_table[owners, indices] = ids
-        self._granted[slots] += missing
-        self._grants.append((owners, indices, ids))
-        return ids
-
-    def _release(self, request: Request) -> None:
-        slot = request.slot
-        self._end_chain(request)
-        pages = self._vacate(request)
-        if self.on_release is not None:
-            self.on_release(slot, pages)
-
-    def _vacate(self, request: Request) -> NDArray[np.int32]:
-        """Take a request's slot and pages; the pages that nobody owns any more."""
-        slot = request.slot
-        granted = int(self._granted[slot])
-        pages = self._page_table[slot, :granted]
-        unowned = self.pages.free(pages) if self.prefix is None else self.prefix.release(pages)
-        self._page_table[slot, :granted] = -1
-        self._granted[slot] = 0
-        self._owner[slot] = None
-        self.slots.free(slot)
-        self._released.append(slot)
-        request.slot = -1
-        return unowned
-
-
-def _tokens_before(requests: list[Request], width: int) -> NDArray[np.int64]:
-    """The last tokens before the place where each prompt begins to run: [requests, width], -1 before the start."""
-    tokens = np.full((len(requests), width), -1, np.int64)
-    for row, request in zip(tokens, requests, strict=True):
-        count = min(width, request.num_cached_tokens)
-        row[width - count :] = request.prompt[request.num_cached_tokens - count : request.num_cached_tokens]
-    return tokens
-
-
-def _sampling_rows(requests: list[Request]) -> SamplingRows:
-    rows = [request.sampling for request in requests]
-    return SamplingRows(
-        temperature=np.array([row.temperature for row in rows], np.float32),
-        top_k=np.array([row.top_k for row in rows], np.int32),
-        top_p=np.array([row.top_p for row in rows], np.float32),
-        seed=np.array([row.seed for row in rows], np.uint64).view(np.int64),
-        completion=np.array([row.completion for row in rows], np.int32),
-        views=tuple(row.view for row in rows),
-    )
+        return self.reuse.cut(request, start, rows)

@@ -1,0 +1,103 @@
+"""What running requests take from the prefix cache and give to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer.cache.reuse import PrefixCache
+from deepinfer.scheduler.plan import Changes
+from deepinfer.scheduler.request import Request
+from deepinfer.scheduler.sequences import Sequences
+
+__all__ = ["PrefixReuse"]
+
+
+class PrefixReuse:
+    """Walks every request along its chain of pages; without a prefix cache it does nothing."""
+
+    def __init__(self, prefix: PrefixCache | None, sequences: Sequences, changes: Changes) -> None:
+        self._prefix, self._sequences, self._changes = prefix, sequences, changes
+        self._planning = False
+        if prefix is not None:
+            prefix.on_evict = self._note_evicted
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """While a plan is made, pages that leave the cache are told by the plan: its saves must come first."""
+        self._planning = True
+        try:
+            yield
+        finally:
+            self._planning = False
+
+    def _note_evicted(self, pages: NDArray[np.int32]) -> None:
+        if self._planning:
+            self._changes.evicted.append(pages)
+        elif self._sequences.on_release is not None:
+            self._sequences.on_release(0, pages)
+
+    def begin(self, request: Request) -> None:
+        """Let a prompt begin at the deepest place that the cache knows."""
+        if self._prefix is None:
+            return
+        chain = request.chain = self._prefix.begin(request.prompt, reuse=request.reuse_prefix)
+        if chain.pages.size:
+            self._sequences.adopt(request, chain.pages)
+            self._changes.slot_copies.append((chain.restore, request.slot))
+        request.num_cached_tokens = request.num_forwarded = int(self._sequences.scheduled[request.slot])
+
+    def cut(self, request: Request, start: int, rows: int) -> int:
+        """Rows of a chunk that begins at `start`, fewer if a snapshot is wanted inside it."""
+        if self._prefix is None or request.chain is None:
+            return rows
+        return self._prefix.cut(request.chain, start, rows)
+
+    def snapshots(self, requests: list[Request]) -> list[tuple[int, int]]:
+        """(slot, snapshot) of the prompts whose chunks end where a snapshot is wanted."""
+        if self._prefix is None:
+            return []
+        copies = []
+        for request in requests:
+            if request.chain is not None:
+                snapshot = self._prefix.save(request.chain, int(self._sequences.scheduled[request.slot]))
+                if snapshot >= 0:
+                    copies.append((request.slot, snapshot))
+        return copies
+
+    def advance(self, request: Request, rows: int) -> bool:
+        """Note rows of a request that stand, as a good step told; whether they complete something to `publish`.
+
+        Args:
+            request: that ran; it may be preempted by now.
+            rows: prompt rows, or accepted rows.
+        """
+        request.num_forwarded += rows
+        chain = request.chain
+        if self._prefix is None or chain is None or request.slot < 0:
+            return False
+        return bool(chain.pending) or request.num_forwarded // self._prefix.page_size > len(chain.keys)
+
+    def publish(self, request: Request, output: Sequence[int]) -> None:
+        """Let others reuse the pages that a request has completed.
+
+        Args:
+            request: for which `advance` said so.
+            output: its generated tokens, at least those that were forwarded.
+        """
+        if self._prefix is not None and request.chain is not None:
+            length = min(request.num_forwarded, request.num_prompt_tokens + len(output))
+            self._prefix.publish(request.chain, length, output, self._sequences.pages_of(request.slot))
+
+    def withdraw(self, request: Request) -> None:
+        """Make what a request left in the cache unknown: its numbers are not sound."""
+        if self._prefix is not None and request.chain is not None:
+            self._prefix.forget(request.chain)
+
+    def end(self, request: Request) -> None:
+        """The request walks no further."""
+        if self._prefix is not None and request.chain is not None:
+            self._prefix.end(request.chain)
