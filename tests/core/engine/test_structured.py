@@ -64,7 +64,7 @@ Make = Callable[..., Any]
 def make(make_engine: Make, grammars: Grammars) -> Make:
     def build(model: Any, **options: Any) -> Any:
         core = make_engine(model, **options)
-        core.grammars = grammars
+        core.constraints.grammars = grammars
         return core
 
     return build
@@ -187,7 +187,7 @@ class Slow:
 
 def test_others_run_while_a_grammar_is_compiled(fake_model: Any, make: Make, grammars: Grammars) -> None:
     core = make(fake_model)
-    core.grammars = slow = Slow(grammars)
+    core.constraints.grammars = slow = Slow(grammars)
     waiting, aborted, failing = (add(core, f"wait {index}", sampling(WORDS)) for index in range(3))
     free = add(core, "free", SamplingParams(), max_tokens=5)
     assert waiting.request.state is RequestState.COMPILING
@@ -214,7 +214,7 @@ def test_completions_that_share_a_prompt_wait_for_both(
     fails: bool, fake_model: Any, make: Make, grammars: Grammars
 ) -> None:
     core = make(fake_model)
-    core.grammars = slow = Slow(grammars)
+    core.constraints.grammars = slow = Slow(grammars)
     prompt = np.arange(6, 16)
     options: dict[str, Any] = {"seed": 3, "max_tokens": 20}
     first = core.add("first", prompt, sampling(WORDS), **options)
@@ -237,7 +237,7 @@ def test_completions_that_share_a_prompt_wait_for_both(
 
 def test_aborted_while_nothing_else_runs(fake_model: Any, make: Make, grammars: Grammars) -> None:
     core = make(fake_model)
-    core.grammars = Slow(grammars)
+    core.constraints.grammars = Slow(grammars)
     add(core, "only", sampling(WORDS))
     assert core.step() == []
     core.abort("only")
@@ -299,7 +299,7 @@ def test_a_failed_step_ends_its_requests_and_no_more(executor: Any, fake_model: 
 
 def test_closing_frees_a_step_that_waits_for_its_masks(fake_model: Any, make: Make, grammars: Grammars) -> None:
     core = make(fake_model)
-    core.grammars = SimpleNamespace(
+    core.constraints.grammars = SimpleNamespace(
         check=grammars.check, submit=grammars.submit, fill=grammars.fill, close=lambda: None
     )
     generation = add(core, "long", sampling(PAIRS, logit_bias={31: -50.0}))

@@ -6,96 +6,31 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.engine.block_copies import LostBlocks
+from deepinfer.engine.constraints import Constraints
 from deepinfer.engine.executor import Executor, InlineExecutor, PendingStep
+from deepinfer.engine.generation import EngineStats, Generation
 from deepinfer.engine.grammars import Grammars, MaskGate
-from deepinfer.engine.outputs import RequestMetrics, TokenLogprobs
+from deepinfer.engine.outputs import RequestMetrics
 from deepinfer.engine.prefix_tiers import PrefixTiers
+from deepinfer.engine.results import Results
 from deepinfer.engine.runner import ModelRunner, StepResult
 from deepinfer.engine.stops import TextStream
 from deepinfer.errors import DeepInferError, EngineDead, GrammarError, InvalidRequest, RequestFailed
-from deepinfer.grammar.compiler import CompiledGrammar
-from deepinfer.grammar.matcher import Matcher
 from deepinfer.observe.recorder import LoopRecorder, StepObserver
-from deepinfer.ops.sampling import STATUS_OK
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.slots import SlotSampling
 from deepinfer.scheduler.request import FinishReason, Request, RequestState, SamplingRow
 from deepinfer.scheduler.scheduler import ScheduledStep, Scheduler
 
-__all__ = ["EngineCore", "EngineStats", "Generation"]
+__all__ = ["EngineCore"]
 
 _logger = logging.getLogger("deepinfer.engine")
-
-POLL_SECONDS = 0.005
-
-
-@dataclass(eq=False)
-class Generation:
-    """A request in the loop and what it has produced.
-
-    Attributes:
-        request: the scheduler's side of it.
-        params: as the caller gave them.
-        token_ids: generated ids so far.
-        stop_reason: the id of `stop_token_ids` or the stop string that ended it.
-        error: why it ended with "error".
-        metrics: moments and counts.
-        text: the text of `token_ids` as it grows; None if nobody decodes it in the loop.
-        logprobs, cumulative_logprob: of `token_ids`; None if not asked for.
-        prompt_logprobs: of the prompt's ids, None where not known yet; None if not asked for.
-        leader: the completion whose prompt it will reuse, while it waits for that; None once it is queued.
-        followers: completions that wait for this one.
-        compiling: its grammar on the way; None without one, and once it has come.
-        matcher: what its grammar says next; None without one.
-    """
-
-    request: Request
-    params: SamplingParams
-    metrics: RequestMetrics
-    token_ids: list[int] = field(default_factory=list)
-    stop_reason: int | str | None = None
-    error: DeepInferError | None = None
-    stops: frozenset[int] = frozenset()
-    text: TextStream | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    cumulative_logprob: float | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    leader: Generation | None = None
-    followers: list[Generation] = field(default_factory=list)
-    compiling: Future[CompiledGrammar] | None = None
-    matcher: Matcher | None = None
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it runs."""
-        return self.request.finish_reason
-
-
-@dataclass
-class EngineStats:
-    """Counts since the start; seconds are the host's, from the later of launch and previous result to the result.
-
-    Steps that hold prefill rows count as prefill time with all their rows. Rows of requests that had already ended are
-    counted too: the asynchronous loop wastes one step's rows of a request whose end it could not foresee.
-    """
-
-    steps: int = 0
-    prefill_rows: int = 0
-    decode_rows: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    failed_steps: int = 0
-    preemptions: int = 0
-    drafted_tokens: int = 0
-    accepted_drafts: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,9 +86,8 @@ class EngineCore:
         self.executor: Executor = InlineExecutor(runner) if executor is None else executor
         self.depth = depth
         self.tiers = tiers
-        self.grammars = grammars
-        self._compiling: dict[str, Generation] = {}
-        self._constrained: set[str] = set()
+        self.constraints = Constraints(grammars, self._current, self._refuse)
+        self.results = Results(scheduler.reuse, self.recorder, self._eos, self._current, self._finish)
         self._failed: list[Generation] = []
         self._in_flight: deque[_InFlight] = deque()
         self._last_read = 0.0
@@ -210,13 +144,10 @@ class EngineCore:
             raise InvalidRequest(f"{request_id!r} is already in flight", field="request_id")
         shares = self.scheduler.prefix is not None and prompt.size >= self.scheduler.config.page_size
         waits = leader is not None and shares and leader.metrics.first_token is None and leader.finish_reason is None
-        compiling = None
         if waits or params.grammar is not None:
             self.scheduler.check_fit(request_id, prompt.size, max_tokens)
         if params.grammar is not None:
-            self.check_grammars()
-            compiling = self.grammars.submit(params.grammar) if self.grammars is not None else None
-            request.state = RequestState.COMPILING
+            self.constraints.check()
         elif not waits:
             self._enqueue(request)
         stops = frozenset(params.stop_token_ids)
@@ -227,9 +158,8 @@ class EngineCore:
         if params.prompt_logprobs is not None:
             generation.prompt_logprobs = [None] * prompt.size
         self._generations[request_id] = generation
-        if compiling is not None:
-            generation.compiling = compiling
-            self._compiling[request_id] = generation
+        if params.grammar is not None:
+            self.constraints.compile(generation)
         if waits and leader is not None:
             generation.leader = leader
             leader.followers.append(generation)
@@ -248,36 +178,6 @@ class EngineCore:
             if follower.compiling is None:
                 self._enqueue(follower.request)
 
-    def check_grammars(self) -> None:
-        """Verify that structured outputs can be served.
-
-        Raises:
-            CapabilityError: the grammar library is not installed.
-            InvalidRequest: the model has no tokenizer.
-        """
-        if self.grammars is None:
-            raise InvalidRequest("is not served by this engine", field="structured_output")
-        self.grammars.check()
-
-    def _take_grammars(self) -> None:
-        """Queue the requests whose grammars have come; end those whose grammars cannot be compiled."""
-        for generation in [item for item in self._compiling.values() if item.compiling and item.compiling.done()]:
-            done = generation.compiling
-            assert done is not None
-            params = generation.params
-            try:
-                grammar = done.result()
-                generation.matcher = grammar.matcher(stop_token_ids=params.stop_ids, free_after_end=params.ignore_eos)
-                self._constrained.add(generation.request.request_id)
-            except Exception as error:
-                self._refuse(generation, error)
-                continue
-            generation.compiling = None
-            del self._compiling[generation.request.request_id]
-            generation.request.state = RequestState.QUEUED
-            if generation.leader is None:
-                self._enqueue(generation.request)
-
     def _refuse(self, generation: Generation, error: Exception) -> None:
         """End a request for what its grammar says; the next call of `step` returns it."""
         if not isinstance(error, DeepInferError):
@@ -287,50 +187,6 @@ class EngineCore:
         generation.error = error
         self._finish(generation, FinishReason.ERROR)
         self._failed.append(generation)
-
-    def _gate(self, scheduled: ScheduledStep) -> MaskGate | None:
-        """What a step must wait for: None if it samples for no grammar."""
-        if not self._constrained:
-            return None
-        for index in np.flatnonzero(scheduled.plan.samples).tolist():
-            generation = self._current(scheduled.requests[index])
-            if generation is not None and generation.matcher is not None:
-                return MaskGate()
-        return None
-
-    def _open(self, scheduled: ScheduledStep, masks: MaskGate | None) -> None:
-        """Fill the masks of a step; every step before it must have been read."""
-        if masks is None or masks.is_open:
-            return
-        try:
-            found = self._masks(scheduled)
-        except BaseException:
-            masks.cancel()
-            raise
-        masks.open(found)
-
-    def _masks(self, scheduled: ScheduledStep) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
-        counts = scheduled.plan.sample_counts
-        starts = (np.cumsum(counts, dtype=np.int64) - counts).tolist()
-        generations, sequences = [], []
-        for index in np.flatnonzero(counts).tolist():
-            generation = self._current(scheduled.requests[index])
-            if generation is not None and generation.matcher is not None:
-                generations.append(generation)
-                sequences.append(index)
-        if not generations or self.grammars is None:
-            return None
-        matchers = [generation.matcher for generation in generations if generation.matcher is not None]
-        mask, constrained, errors = self.grammars.fill(matchers)
-        rows = np.full(int(counts.sum()), -1, np.int64)
-        for row, (generation, index) in enumerate(zip(generations, sequences, strict=True)):
-            error = errors[row]
-            if error is not None:
-                self._refuse(generation, error)
-            elif constrained[row]:
-                # All rows of a sequence: what follows an unknown draft is masked too, never free.
-                rows[starts[index] : starts[index] + counts[index]] = row
-        return (mask, rows) if (rows >= 0).any() else None
 
     def _current(self, request: Request) -> Generation | None:
         """The generation behind a planned request, if it has not ended since."""
@@ -357,8 +213,7 @@ class EngineCore:
                 step.masks.cancel()
         self._in_flight.clear()
         self.executor.close()
-        if self.grammars is not None:
-            self.grammars.close()
+        self.constraints.close()
         if self.tiers is not None:
             self.tiers.close()
 
@@ -385,21 +240,22 @@ class EngineCore:
 
     def _step(self) -> list[Generation]:
         changed: list[Generation] = []
-        if self._compiling:
-            self._take_grammars()
+        for generation in self.constraints.take() if self.constraints.is_compiling else ():
+            if generation.leader is None:
+                self._enqueue(generation.request)
         launched = self._launch()
         if not launched and not self._in_flight:
             if self.tiers is not None and self.tiers.wait():
                 return changed
-            if self._compiling:
-                wait([item.compiling for item in self._compiling.values() if item.compiling], POLL_SECONDS)
+            if self.constraints.is_compiling:
+                self.constraints.wait()
                 return changed
         if not launched and not self._in_flight and self._generations:
             raise RuntimeError(f"nothing can run although {len(self._generations)} requests are unfinished")
         if self._in_flight and (not launched or len(self._in_flight) >= self.depth):
             changed = self._read()
         if self._in_flight:
-            self._open(self._in_flight[0].scheduled, self._in_flight[0].masks)
+            self.constraints.open(self._in_flight[0].scheduled, self._in_flight[0].masks)
         if not self._generations:
             changed += self._read_all()
         return changed
@@ -417,10 +273,10 @@ class EngineCore:
             metrics = self._generations[request.request_id].metrics
             metrics.first_scheduled = start if metrics.first_scheduled is None else metrics.first_scheduled
             metrics.num_steps += 1
-        masks = self._gate(scheduled)
+        masks = self.constraints.gate(scheduled)
         if masks is not None and (self.executor.is_inline or not self._in_flight):
             self._failed += self._read_all()
-            self._open(scheduled, masks)
+            self.constraints.open(scheduled, masks)
         try:
             pending = self.executor.submit(scheduled.plan, masks)
         except BaseException as error:  # An interrupted step leaves its sequences undefined.
@@ -445,7 +301,7 @@ class EngineCore:
         step = self._in_flight[0]
         result: StepResult | None = None
         failure: Exception | None = None
-        self._open(step.scheduled, step.masks)
+        self.constraints.open(step.scheduled, step.masks)
         try:
             result = step.pending.read()
         except Exception as error:
@@ -459,8 +315,12 @@ class EngineCore:
         if result is None:
             changed = self._fail(scheduled, failure, moved=step.pending.moves_done())
         else:
-            self._publish(scheduled, result)
-            changed = self._process(scheduled, result)
+            self.results.publish(scheduled, result)
+            if self.tiers is not None:
+                self.tiers.export()
+            changed = self.results.append(scheduled, result)
+            for generation in changed:
+                self._release_followers(generation)
         now = time.perf_counter()
         self.recorder.finished(scheduled.plan.step, step.launched, ready, now, failed=result is None)
         self._count(scheduled, result, now - max(step.launched, self._last_read))
@@ -472,99 +332,6 @@ class EngineCore:
         while self._in_flight:
             changed += self._read()
         return changed
-
-    def _publish(self, scheduled: ScheduledStep, result: StepResult) -> None:
-        """Note which rows stand, before anything of the step can end a request and give its pages away."""
-        plan = scheduled.plan
-        starts, accepted, status = result.starts.tolist(), result.accepted.tolist(), result.status.tolist()
-        rows, prefill, samples = plan.row_counts.tolist(), plan.is_prefill.tolist(), plan.samples.tolist()
-        for index, request in enumerate(scheduled.requests):
-            generation = self._generations.get(request.request_id)
-            if generation is None or generation.request is not request:
-                continue
-            start, end = starts[index], starts[index] + (accepted[index] if samples[index] else 0)
-            if any(status[row] != STATUS_OK for row in range(start, end)):
-                self.scheduler.reuse.withdraw(request)
-            elif self.scheduler.reuse.advance(request, rows[index] if prefill[index] else accepted[index]):
-                self.scheduler.reuse.publish(request, [*generation.token_ids, *result.tokens[start:end].tolist()])
-        if self.tiers is not None:
-            self.tiers.export()
-
-    def _process(self, scheduled: ScheduledStep, result: StepResult) -> list[Generation]:
-        """Give each sampled sequence its tokens; end those that are done."""
-        now = time.perf_counter()
-        changed = []
-        self._take_prompt_logprobs(scheduled, result)
-        scored = {} if result.logprobs is None else {row: at for at, row in enumerate(result.logprobs.rows.tolist())}
-        starts, accepted = result.starts.tolist(), result.accepted.tolist()
-        tokens, status = result.tokens.tolist(), result.status.tolist()
-        for index in np.flatnonzero(scheduled.plan.samples).tolist():
-            request = scheduled.requests[index]
-            generation = self._generations.get(request.request_id)
-            if generation is None or generation.request is not request:
-                continue  # It ended in an earlier step: these rows were wasted.
-            changed.append(generation)
-            for row in range(starts[index], starts[index] + accepted[index]):
-                if status[row] != STATUS_OK:
-                    self._bad_logits(generation)
-                else:
-                    self._append(generation, tokens[row], now)
-                    if generation.error is None and generation.logprobs is not None and result.logprobs is not None:
-                        count = int(generation.params.logprobs or 0)
-                        found = result.logprobs.at(scored[row], tokens[row], count)
-                        generation.logprobs.append(found)
-                        total = generation.cumulative_logprob or 0.0
-                        generation.cumulative_logprob = total + found[tokens[row]].logprob
-                if generation.finish_reason is not None:
-                    break  # What was accepted behind the end does not exist.
-            if generation.followers:
-                self._release_followers(generation)
-        return changed
-
-    def _take_prompt_logprobs(self, scheduled: ScheduledStep, result: StepResult) -> None:
-        for rows in result.prompt_logprobs:
-            request = scheduled.requests[scheduled.plan.slots.tolist().index(rows.slot)]
-            generation = self._generations.get(request.request_id)
-            if generation is None or generation.request is not request or generation.prompt_logprobs is None:
-                continue
-            count = int(generation.params.prompt_logprobs or 0)
-            for index, position in enumerate(rows.rows.tolist()):
-                generation.prompt_logprobs[position] = rows.at(index, int(request.prompt[position]), count)
-
-    def _bad_logits(self, generation: Generation) -> None:
-        position = generation.request.num_prompt_tokens + len(generation.token_ids)
-        generation.error = RequestFailed(
-            f"request {generation.request.request_id!r}: the logits for position {position} hold NaN or "
-            "infinity, or no token at all is allowed"
-        )
-        self._finish(generation, FinishReason.ERROR)
-
-    def _append(self, generation: Generation, token: int, now: float) -> None:
-        metrics = generation.metrics
-        self.recorder.token(metrics.arrival, metrics.first_scheduled, metrics.last_token, now)
-        if metrics.first_token is None:
-            metrics.first_token = now
-        metrics.last_token = now
-        if generation.matcher is not None:
-            try:
-                generation.matcher.commit([token])
-            except GrammarError as error:
-                generation.error = error
-                self._finish(generation, FinishReason.ERROR)
-                return
-        generation.token_ids.append(token)
-        generation.metrics.num_generated_tokens += 1
-        stopped = generation.text is not None and generation.text.push(token)
-        if token in generation.stops:
-            generation.stop_reason = token
-            self._finish(generation, FinishReason.STOP)
-        elif token in self._eos and not generation.params.ignore_eos:
-            self._finish(generation, FinishReason.STOP)
-        elif stopped and generation.text is not None:
-            generation.stop_reason = generation.text.stop
-            self._finish(generation, FinishReason.STOP)
-        elif len(generation.token_ids) >= generation.request.max_tokens:
-            self._finish(generation, FinishReason.LENGTH)
 
     def _fail(self, scheduled: ScheduledStep, failure: BaseException | None, *, moved: bool) -> list[Generation]:
         """End every request of a step that raised; their pages and slots come back.
@@ -595,28 +362,24 @@ class EngineCore:
         return changed
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
-        if generation.leader is not None or generation.compiling is not None:
-            if generation.leader is not None:
-                generation.leader.followers.remove(generation)
-                generation.leader = None
-            if generation.compiling is not None:
-                generation.compiling.cancel()
-                generation.compiling = None
-                del self._compiling[generation.request.request_id]
-            generation.request.state, generation.request.finish_reason = RequestState.FINISHED, reason
-        else:
+        is_queued = generation.leader is None and generation.compiling is None
+        if generation.leader is not None:
+            generation.leader.followers.remove(generation)
+            generation.leader = None
+        self.constraints.forget(generation)
+        if is_queued:
             if self.tiers is not None:
                 self.tiers.cancel(generation.request)
             self.scheduler.finish(generation.request, reason)
-        if generation.followers:
-            self._release_followers(generation)
+        else:
+            generation.request.state, generation.request.finish_reason = RequestState.FINISHED, reason
+        self._release_followers(generation)
         generation.metrics.finished = time.perf_counter()
         if generation.metrics.first_token is not None:
             self.recorder.request_time.observe(generation.metrics.finished - generation.metrics.arrival)
         if generation.text is not None:
             generation.text.finish()
         del self._generations[generation.request.request_id]
-        self._constrained.discard(generation.request.request_id)
         finished = self.stats.finished
         finished[str(reason)] = finished.get(str(reason), 0) + 1
 

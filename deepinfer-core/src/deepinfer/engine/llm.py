@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import Any
 
 from deepinfer.engine.chat import CHAT_PARAMS, open_chat, split_conversations
-from deepinfer.engine.core import EngineCore, Generation
+from deepinfer.engine.core import EngineCore
 from deepinfer.engine.front_end import FrontEnd, Ticket
+from deepinfer.engine.generation import Generation
 from deepinfer.engine.handle import EngineHandle
 from deepinfer.engine.loader import LoadedModel, load_model
 from deepinfer.engine.local import LocalEngine

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepinfer.engine.core import EngineCore, Generation
+from deepinfer.engine.core import EngineCore
+from deepinfer.engine.generation import Generation
 from deepinfer.engine.messages import Order, Update
 from deepinfer.engine.stops import TextStream
 from deepinfer.errors import DeepInferError, EngineDead

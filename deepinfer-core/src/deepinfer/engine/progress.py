@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from deepinfer.engine.core import Generation
+from deepinfer.engine.generation import Generation
 
 __all__ = ["GenerationProgress", "StartProgress"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from deepinfer.engine.core import EngineStats
+from deepinfer.engine.generation import EngineStats
 from deepinfer.engine.messages import EngineFacts, Listener, Order
 from deepinfer.engine.process.errors import unpack_error
 from deepinfer.engine.process.frames import (

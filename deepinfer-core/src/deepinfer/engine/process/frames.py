@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from deepinfer import __version__
-from deepinfer.engine.core import EngineStats
+from deepinfer.engine.generation import EngineStats
 from deepinfer.engine.messages import EngineFacts, Order, Update
 from deepinfer.engine.process.errors import ErrorFrame, pack_error, unpack_error
 from deepinfer.errors import DeepInferError

@@ -1,0 +1,146 @@
+"""Requests with grammars: which ones still wait for theirs, and what the masks of a step say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import wait
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer.engine.generation import Generation
+from deepinfer.engine.grammars import Grammars, MaskGate
+from deepinfer.errors import InvalidRequest
+from deepinfer.scheduler.request import Request, RequestState
+from deepinfer.scheduler.scheduler import ScheduledStep
+
+__all__ = ["Constraints"]
+
+POLL_SECONDS = 0.005
+
+
+class Constraints:
+    """Structured outputs in the loop.
+
+    Args:
+        grammars: compiles them and fills masks; None: structured outputs are refused.
+        current: the generation behind a planned request; None if it has ended since.
+        refuse: ends a request for what its grammar says.
+    """
+
+    def __init__(
+        self,
+        grammars: Grammars | None,
+        current: Callable[[Request], Generation | None],
+        refuse: Callable[[Generation, Exception], None],
+    ) -> None:
+        self.grammars, self._current, self._refuse = grammars, current, refuse
+        self._compiling: dict[str, Generation] = {}
+        self._constrained: set[str] = set()
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._compiling)
+
+    def check(self) -> None:
+        """Verify that structured outputs can be served.
+
+        Raises:
+            CapabilityError: the grammar library is not installed.
+            InvalidRequest: the model has no tokenizer.
+        """
+        if self.grammars is None:
+            raise InvalidRequest("is not served by this engine", field="structured_output")
+        self.grammars.check()
+
+    def compile(self, generation: Generation) -> None:
+        """Start compiling the grammar of a new request, which is not queued before it has come."""
+        wanted = generation.params.grammar
+        if self.grammars is None or wanted is None:
+            raise RuntimeError(f"request {generation.request.request_id!r} has no grammar to compile")
+        generation.request.state = RequestState.COMPILING
+        generation.compiling = self.grammars.submit(wanted)
+        self._compiling[generation.request.request_id] = generation
+
+    def wait(self) -> None:
+        """Wait a moment for any grammar on its way."""
+        wait([item.compiling for item in self._compiling.values() if item.compiling], POLL_SECONDS)
+
+    def take(self) -> list[Generation]:
+        """Requests whose grammars have come; those whose grammars cannot be compiled are refused."""
+        ready = []
+        for generation in list(self._compiling.values()):
+            future, params = generation.compiling, generation.params
+            if future is None or not future.done():
+                continue
+            try:
+                generation.matcher = future.result().matcher(
+                    stop_token_ids=params.stop_ids, free_after_end=params.ignore_eos
+                )
+            except Exception as error:
+                self._refuse(generation, error)
+                continue
+            generation.compiling = None
+            del self._compiling[generation.request.request_id]
+            self._constrained.add(generation.request.request_id)
+            generation.request.state = RequestState.QUEUED
+            ready.append(generation)
+        return ready
+
+    def forget(self, generation: Generation) -> None:
+        """Note that a request has ended, in whatever state."""
+        self._constrained.discard(generation.request.request_id)
+        if generation.compiling is not None:
+            generation.compiling.cancel()
+            generation.compiling = None
+            del self._compiling[generation.request.request_id]
+
+    def gate(self, scheduled: ScheduledStep) -> MaskGate | None:
+        """What a step must wait for: None if it samples for no grammar."""
+        if not self._constrained:
+            return None
+        for index in np.flatnonzero(scheduled.plan.samples).tolist():
+            generation = self._current(scheduled.requests[index])
+            if generation is not None and generation.matcher is not None:
+                return MaskGate()
+        return None
+
+    def open(self, scheduled: ScheduledStep, gate: MaskGate | None) -> None:
+        """Fill the masks of a step; every step before it must have been read."""
+        if gate is None or gate.is_open:
+            return
+        try:
+            found = self._masks(scheduled)
+        except BaseException:
+            gate.cancel()
+            raise
+        gate.open(found)
+
+    def _masks(self, scheduled: ScheduledStep) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
+        counts = scheduled.plan.sample_counts
+        starts = (np.cumsum(counts, dtype=np.int64) - counts).tolist()
+        generations, sequences = [], []
+        for index in np.flatnonzero(counts).tolist():
+            generation = self._current(scheduled.requests[index])
+            if generation is not None and generation.matcher is not None:
+                generations.append(generation)
+                sequences.append(index)
+        if not generations or self.grammars is None:
+            return None
+        matchers = [generation.matcher for generation in generations if generation.matcher is not None]
+        mask, constrained, errors = self.grammars.fill(matchers)
+        rows = np.full(int(counts.sum()), -1, np.int64)
+        for row, (generation, index) in enumerate(zip(generations, sequences, strict=True)):
+            error = errors[row]
+            if error is not None:
+                self._refuse(generation, error)
+            elif constrained[row]:
+                # All rows of a sequence: what follows an unknown draft is masked too, never free.
+                rows[starts[index] : starts[index] + counts[index]] = row
+        return (mask, rows) if (rows >= 0).any() else None
+
+    def close(self) -> None:
+        """End the workers that compile."""
+        if self.grammars is not None:
+            self.grammars.close()
