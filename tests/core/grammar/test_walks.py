@@ -42,6 +42,8 @@ def walk(matcher: Any, vocabulary: Vocabulary, seed: int, patience: int = 25, li
         assert mask[-1] < vocabulary.size
         closing = [token for token in mask if vocabulary.tokens[token] in CLOSING]
         token = generator.choice(closing if count > patience and closing else mask)
+        if count > patience and EOS in mask:
+            token = EOS
         if generator.random() < 0.2:
             assert matcher.accept(token)
             matcher.rollback(1)
