@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.errors import ConfigError
-from deepinfer.speculative.cost_file import curve_path, load_curve, save_curve
-from deepinfer.speculative.cost_model import CostCurve, StepCosts, row_edges
+from deepinfer.speculative import cost_file
+from deepinfer.speculative.cost_file import curve_path, save_curve
+from deepinfer.speculative.cost_model import CostCurve, StepCosts, fit_curve, row_edges
 
 CURVE = CostCurve((1, 8, 16, 32), (0.010, 0.011, 0.014, 0.020), 1e-4, padded=True)
 KEY = {"numerics_id": "n1-0", "rows": [1, 8, 16, 32], "device": "cpu"}
+
+
+def load_curve(directory: Path, key: Any) -> CostCurve | None:
+    return cost_file.load_curve(directory, key, max_age=3600)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,20 @@ def test_edges_are_buckets_or_a_grid() -> None:
     assert (edges[0], edges[-1]) == (1, 1000)
     assert len(edges) <= 21
     assert row_edges(np.array([1])) == ((1,), False)
+
+
+def test_a_fit_tells_rows_from_sequences() -> None:
+    rows, sequences = np.array([1, 4, 4, 8, 8, 16, 16]), np.array([1, 1, 4, 2, 8, 3, 8])
+    curve = fit_curve(rows, sequences, 0.01 + 0.001 * rows + 0.002 * sequences, padded=False)
+    assert curve.rows == (1, 4, 8, 16)
+    np.testing.assert_allclose(curve.row_seconds, [0.011, 0.014, 0.018, 0.026])
+    assert curve.sequence_seconds == pytest.approx(0.002)
+    # Sequences that seem to save time save none, and rows always cost something.
+    assert fit_curve(rows, sequences, 1.0 - 0.01 * sequences, padded=False).sequence_seconds == 0
+    steep = fit_curve(np.array([8, 8]), np.array([1, 8]), np.array([1.0, 8.0]), padded=True)
+    assert steep.row_seconds == (pytest.approx(0.45),)
+    with pytest.raises(ConfigError, match="must ascend"):
+        fit_curve(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), padded=True)
 
 
 @settings(max_examples=50, deadline=None)
@@ -106,6 +127,14 @@ def test_a_file_brings_back_its_curve(tmp_path: Path) -> None:
     assert [path.name for path in directory.iterdir()] == [curve_path(directory, KEY).name]
     for name, value in (("numerics_id", "n1-1"), ("rows", [1, 8]), ("device", "other")):
         assert load_curve(directory, {**KEY, name: value}) is None
+
+
+@pytest.mark.parametrize(("age", "counts"), [(0, True), (3500, True), (3700, False), (-30, True), (-3600, False)])
+def test_old_files_and_files_of_the_future_do_not_count(tmp_path: Path, age: float, counts: bool) -> None:
+    save_curve(tmp_path, KEY, CURVE)
+    moment = time.time() - age
+    os.utime(curve_path(tmp_path, KEY), (moment, moment))
+    assert (load_curve(tmp_path, KEY) is not None) == counts
 
 
 @pytest.mark.parametrize(

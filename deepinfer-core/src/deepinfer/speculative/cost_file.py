@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ _logger = logging.getLogger("deepinfer.speculative")
 
 FORMAT = 1
 """Part of every key: files of another format have other names."""
+CLOCK_SLACK = 60.0
+"""Seconds by which a file may seem to come from the future."""
 
 
 def curve_path(directory: Path, key: Mapping[str, Any]) -> Path:
@@ -33,10 +36,17 @@ def curve_path(directory: Path, key: Mapping[str, Any]) -> Path:
     return directory / f"step-costs-{hashlib.sha256(_canonical(key).encode()).hexdigest()[:32]}.json"
 
 
-def load_curve(directory: Path, key: Mapping[str, Any]) -> CostCurve | None:
-    """The curve of a key; None if there is none, or if the file is not what was written, which is logged."""
+def load_curve(directory: Path, key: Mapping[str, Any], *, max_age: float) -> CostCurve | None:
+    """The curve of a key; None if there is none, or if the file is not what was written, which is logged.
+
+    Args:
+        directory, key: as `curve_path`.
+        max_age: seconds after which a file no longer counts.
+    """
     path = curve_path(directory, key)
     try:
+        if not -CLOCK_SLACK <= time.time() - path.stat().st_mtime <= max_age:
+            return None
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict) or _canonical(found["key"]) != _canonical(key):
             raise ValueError("it belongs to something else")

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 from deepinfer.errors import ConfigError
 from deepinfer.speculative.monotone import isotonic
 
-__all__ = ["CostCurve", "StepCosts", "row_edges"]
+__all__ = ["CostCurve", "StepCosts", "fit_curve", "row_edges"]
 
 MAX_BUCKETS = 64
 """More distinct buckets than this are measured at a geometric grid and interpolated."""
+LEAST_SHARE = 0.1
+"""Part of a measured step that is always its rows'."""
 SLOWEST = 1.0 / 16
 """Least weight of a new step against those before it."""
 CLIP = 0.25
@@ -63,6 +65,28 @@ def row_edges(buckets: NDArray[np.int64]) -> tuple[tuple[int, ...], bool]:
     # Two steps for each doubling: costs are close to straight lines between them.
     grid = np.unique(np.geomspace(1, distinct[-1], 1 + 2 * int(np.ceil(np.log2(max(distinct[-1], 2))))).round())
     return tuple(grid.astype(np.int64).tolist()), False
+
+
+def fit_curve(
+    rows: NDArray[np.int64], sequences: NDArray[np.int64], seconds: NDArray[np.float64], *, padded: bool
+) -> CostCurve:
+    """The curve of measured steps.
+
+    Args:
+        rows, sequences, seconds: [P], of each measured step. Where two have equal rows, their sequences tell how much
+            of the time belongs to those.
+        padded: as `CostCurve`.
+
+    Raises:
+        ConfigError: nothing was measured, or a time is not positive.
+    """
+    edges = np.unique(rows)
+    groups = [rows == edge for edge in edges]
+    slopes = [np.polyfit(sequences[group], seconds[group], 1)[0] for group in groups if np.ptp(sequences[group])]
+    each = max(float(np.median(slopes)), 0.0) if slopes else 0.0
+    # Noise must not make rows free: some of the time is always theirs.
+    own = np.maximum(seconds - each * sequences, LEAST_SHARE * seconds)
+    return CostCurve(tuple(edges.tolist()), tuple(float(own[group].mean()) for group in groups), each, padded)
 
 
 class StepCosts:
