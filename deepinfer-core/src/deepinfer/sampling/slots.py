@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 
 import numpy as np
@@ -35,11 +35,17 @@ class SlotSampling:
         params: as validated.
         prompt: int64 [L].
         ending: ids that end the text and may not be drawn before `min_tokens`.
+        emitted: output that the request already had when it entered its slot.
     """
 
     params: SamplingParams
     prompt: NDArray[np.int64]
     ending: frozenset[int] = frozenset()
+    emitted: tuple[int, ...] = ()
+
+    def behind(self, output: Iterable[int]) -> SlotSampling:
+        """The view of the same request when it starts over behind its output so far."""
+        return replace(self, emitted=tuple(output))
 
     @classmethod
     def of(cls, params: SamplingParams, prompt: NDArray[np.int64], eos: Iterable[int]) -> SlotSampling | None:
@@ -74,6 +80,11 @@ class SlotSampling:
         some = params.allowed_token_ids is not None
         words = pack_ids(params.allowed, vocab_size) if some else np.full(-(-vocab_size // 32), -1, np.int32)
         return words & ~pack_ids(params.banned, vocab_size)
+
+    def words_after(self, num_tokens: int, vocab_size: int) -> NDArray[np.int32]:
+        """Ids that may be drawn behind so many output tokens: `allowed_words` and no early end."""
+        words = self.allowed_words(vocab_size)
+        return words & ~pack_ids(self.ending, vocab_size) if num_tokens < self.params.min_tokens else words
 
 
 def pack_ids(ids: Iterable[int], vocab_size: int) -> NDArray[np.int32]:
