@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntFlag
 
 import numpy as np
@@ -35,17 +35,11 @@ class SlotSampling:
         params: as validated.
         prompt: int64 [L].
         ending: ids that end the text and may not be drawn before `min_tokens`.
-        emitted: output that the request already had when it entered its slot.
     """
 
     params: SamplingParams
     prompt: NDArray[np.int64]
     ending: frozenset[int] = frozenset()
-    emitted: tuple[int, ...] = ()
-
-    def behind(self, output: Iterable[int]) -> SlotSampling:
-        """The view of the same request when it starts over behind its output so far."""
-        return replace(self, emitted=tuple(output))
 
     @classmethod
     def of(cls, params: SamplingParams, prompt: NDArray[np.int64], eos: Iterable[int]) -> SlotSampling | None:
