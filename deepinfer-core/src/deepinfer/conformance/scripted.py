@@ -18,7 +18,7 @@ SCRIPT = 1 << 20
 """Completion index of the script's draws: none that a request has."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScriptedDrafts:
     """Drafts of S sequences: ids int64 [S, N] and confidences float32 [S, N]."""
 
