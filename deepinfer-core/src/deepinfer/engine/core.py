@@ -385,7 +385,8 @@ class EngineCore:
 
     def _count(self, scheduled: ScheduledStep, result: StepResult | None, seconds: float) -> None:
         plan, stats = scheduled.plan, self.stats
-        stats.preemptions = self.scheduler.num_preemptions
+        stats.preemptions = self.scheduler.preemption.num_preemptions
+        stats.recomputations = self.scheduler.preemption.num_recomputations
         if result is not None and self.runner.num_drafts:
             verified = np.flatnonzero(~plan.is_prefill)
             stats.drafted_tokens += int(plan.row_counts[verified].sum()) - verified.size

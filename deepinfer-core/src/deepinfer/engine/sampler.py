@@ -161,9 +161,15 @@ class Sampler:
     def admit(self, plan: StepPlan) -> None:
         """Enter the admitted requests of a plan into the tables of their slots."""
         views = plan.admitted_sampling.views or (None,) * plan.admitted_slots.size
+        outputs = plan.admitted_outputs or (np.empty(0, np.int64),) * plan.admitted_slots.size
         lengths = plan.admitted_lengths.tolist()
-        for slot, length, view in zip(plan.admitted_slots.tolist(), lengths, views, strict=True):
-            self._enter(slot, view, length)
+        for slot, length, view, output in zip(plan.admitted_slots.tolist(), lengths, views, outputs, strict=True):
+            # Who has generated tokens has had its prompt scored.
+            filled = view.prompt.size if view is not None and output.size else length
+            self._enter(slot, view, filled)
+            if output.size and view is not None and Feature.PENALTY in view.features:
+                counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
+                self._table("counts", 0, torch.int32, self.vocab_size)[slot] = self._send(counts)
 
     def save(self, key: int, slot: int) -> None:
         """Keep what the tables hold of a preempted request."""
