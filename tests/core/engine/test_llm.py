@@ -71,6 +71,36 @@ def test_official_names_and_single_prompts(fake_model: Any) -> None:
     assert llm.generate([], GREEDY) == []
 
 
+def test_official_sampling_names(fake_model: Any) -> None:
+    llm = make_llm(fake_model)
+    ours = SamplingParams(seed=5, max_tokens=6, min_tokens=2, logprobs=3)
+    official = {"seq_seed": 5, "max_tokens": 6, "first_n_token_no_eos": 2, "logprobs": True, "top_logprobs": 3}
+    one, two = llm.generate([[7, 8]] * 2, [ours, official], use_tqdm=False)
+    assert one.outputs == two.outputs
+    assert len(one.outputs[0].logprobs[0]) >= 3
+    schema = {"schema_type": "regex", "schema": "a|b"}
+    assert SamplingParams(so_args=schema) == SamplingParams(structured_output={"regex": "a|b"})
+
+
+def test_priorities_order_requests_and_change_no_token(fake_model: Any) -> None:
+    llm = make_llm(fake_model, settings={"max_num_seqs": 1})
+    prompts = [[7], [8], [9], [10]]
+    plain = llm.generate(prompts, GREEDY)
+    assert [order_of(plain, index) for index in range(4)] == [0, 1, 2, 3]
+    mixed = llm.generate(prompts, GREEDY, priority=[3, 1, 2, np.int64(-5)])
+    assert [order_of(mixed, index) for index in range(4)] == [3, 1, 2, 0]
+    assert [out.outputs[0].token_ids for out in mixed] == [out.outputs[0].token_ids for out in plain]
+    for wrong, problem in ((1.5, "neither an integer"), ([1, 2], "2 entries for 4"), ([0, 0, 0, True], "True is not")):
+        with pytest.raises(InvalidRequest, match=f"priority: .*{problem}"):
+            llm.generate(prompts, GREEDY, priority=wrong)
+
+
+def order_of(outputs: list[RequestOutput], index: int) -> int:
+    """How many of the requests were started before this one."""
+    started = [out.metrics.first_scheduled for out in outputs]
+    return sorted(started).index(started[index])
+
+
 def test_texts_begin_with_the_begin_token(fake_model: Any) -> None:
     codec = LetterCodec()
     codec.bos_id = 3

@@ -280,6 +280,29 @@ def test_a_dead_end_ends_only_its_request(
     core.scheduler.assert_idle()
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_min_tokens_beyond_the_end_of_a_grammar(
+    asynchronous: bool, fake_model: Any, make: Make, alone: dict[str, Any]
+) -> None:
+    core = make(fake_model, zero_overhead_scheduling=asynchronous)
+    only = StructuredOutput(choices=["abc"])
+    long = add(core, "long", sampling(only, min_tokens=5, logprobs=0))
+    fits = add(core, "fits", sampling(only, min_tokens=3))
+    banned = add(core, "banned", sampling(only, banned_token_ids=[8]))
+    good = add(core, "abc", WANTED["abc"], seed=3)
+    finish(core)
+    assert isinstance(long.error, GrammarError)
+    assert "all that the grammar allows after 3 tokens is forbidden by min_tokens=5" in str(long.error)
+    assert text_of(long.token_ids) == "abc"
+    assert len(long.logprobs) == 3
+    assert isinstance(banned.error, GrammarError)
+    assert "all that the grammar allows after 2 tokens is forbidden by banned_token_ids" in str(banned.error)
+    assert text_of(banned.token_ids) == "ab"
+    assert (text_of(fits.token_ids), fits.finish_reason) == ("abc", "stop")
+    assert good.token_ids == alone["abc"][0]
+    core.scheduler.assert_idle()
+
+
 @pytest.mark.parametrize("executor", [None, SimulatedDevice])
 def test_a_failed_step_ends_its_requests_and_no_more(executor: Any, fake_model: Any, make: Make) -> None:
     core = make(fake_model, executor=executor)

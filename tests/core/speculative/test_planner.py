@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from deepinfer.conformance.scripted import ScriptedDrafter
 from deepinfer.speculative.cost_model import CostCurve, StepCosts
 from deepinfer.speculative.planner import VerificationPlanner
 
@@ -74,6 +78,32 @@ def test_acceptance_is_measured_against_the_confidences_that_planned(lookahead: 
     assert (after_sure > 0.9) == (lookahead == 0)
     # The rising curve cannot follow that inversion; it says the mean of both.
     assert after_unsure == pytest.approx(0.05 if lookahead == 0 else 0.5, abs=0.06)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sixteenths=st.lists(st.integers(1, 15), min_size=1, max_size=3),
+    growth=st.lists(st.sampled_from([0.0, 0.05, 0.3]), min_size=12, max_size=12),
+)
+def test_lengths_of_scripted_requests_are_the_best_of_all(sixteenths: list[int], growth: list[float]) -> None:
+    count = len(sixteenths)
+    acceptance = {seed: sixteenth / 16 for seed, sixteenth in enumerate(sixteenths, 1)}
+    drafter = ScriptedDrafter(N, {}, acceptance)
+    slots = torch.arange(1, count + 1)
+    records: Any = SimpleNamespace(seed=torch.arange(count + 1))
+    drafts = drafter(torch.zeros(count, dtype=torch.int64), slots, slots, records)
+    seconds = 1.0 + np.cumsum(growth)
+    curve = CostCurve(tuple(range(1, 13)), tuple(seconds.tolist()), 0.0, padded=False)
+    planner = VerificationPlanner(count + 1, N, StepCosts(curve), lookahead=0)
+    none = np.zeros(count, np.int32)
+    planner.read(slots.numpy(), none, none, drafts.confidences.numpy())
+    found = lengths(planner, slots.numpy().astype(np.int32))
+
+    def rate(choice: Any) -> float:
+        tokens = sum(acceptance[seed] ** draft for seed, most in enumerate(choice, 1) for draft in range(most + 1))
+        return tokens / float(seconds[count + sum(choice) - 1])
+
+    assert rate(found) >= max(map(rate, product(range(N + 1), repeat=count))) * (1 - 1e-9)
 
 
 CONFIDENCES = st.lists(st.floats(0, 1, width=32), min_size=2 * N, max_size=2 * N)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from deepinfer.engine.generation import Generation
 from deepinfer.engine.grammars import Grammars, MaskGate
-from deepinfer.errors import InvalidRequest
+from deepinfer.errors import GrammarError, InvalidRequest
+from deepinfer.sampling.slots import Feature
 from deepinfer.scheduler.request import Request, RequestState
 from deepinfer.scheduler.scheduler import ScheduledStep
 
@@ -133,6 +134,8 @@ class Constraints:
         rows = np.full(int(counts.sum()), -1, np.int64)
         for row, (generation, index) in enumerate(zip(generations, sequences, strict=True)):
             error = errors[row]
+            if error is None and constrained[row]:
+                error = _blocked(generation, mask[row])
             if error is not None:
                 self._refuse(generation, error)
             elif constrained[row]:
@@ -144,3 +147,16 @@ class Constraints:
         """End the workers that compile."""
         if self.grammars is not None:
             self.grammars.close()
+
+
+def _blocked(generation: Generation, row: NDArray[np.int32]) -> GrammarError | None:
+    """Why nothing can follow although the grammar goes on: what it allows is what the request itself forbids."""
+    params, view, count = generation.params, generation.request.sampling.view, len(generation.token_ids)
+    if view is None or not view.features & Feature.BAN or (row & view.words_after(count, 32 * row.size)).any():
+        return None
+    lists = {"allowed_token_ids": params.allowed_token_ids is not None, "banned_token_ids": bool(params.banned)}
+    blame = [f"min_tokens={params.min_tokens}"] if count < params.min_tokens else []
+    blame += [name for name, is_given in lists.items() if is_given]
+    return GrammarError(
+        f"structured_output: all that the grammar allows after {count} tokens is forbidden by {' and '.join(blame)}"
+    )

@@ -68,10 +68,11 @@ def spread_priorities(priority: Any, count: int) -> list[int]:
         raise InvalidRequest(f"{priority!r} is neither an integer nor a list of them", field="priority")
     if len(given) != count:
         raise InvalidRequest(f"{len(given)} entries for {count} prompts", field="priority")
+    given = [_plain(item) for item in given]
     for item in given:
         if isinstance(item, bool) or not isinstance(item, int) or not -(2**63) <= item < 2**63:
             raise InvalidRequest(f"{item!r} is not an integer of 64 bits; lower goes first", field="priority")
-    return list(given)
+    return given
 
 
 def _split(given: Any) -> tuple[list[Prompt], bool]:

@@ -56,6 +56,7 @@ class SamplingParams:
         banned_token_ids: these are never drawn.
         max_tokens: tokens to generate at most, at least 1; None: up to the end of the context.
         min_tokens: EOS, stop ids and stop strings end nothing before this many tokens; the ids are not drawn before.
+            A grammar that must end earlier ends the request with `GrammarError`; what came before stands.
         seed: integer of up to 64 bits; None draws one, which the output reports.
         n: completions of one prompt, 1..128. Completion i has the same tokens whatever n is.
         stop: a string or up to 16 that end the text; the first one completed wins, and is left out of the text.

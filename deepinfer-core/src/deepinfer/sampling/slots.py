@@ -75,6 +75,11 @@ class SlotSampling:
         words = pack_ids(params.allowed, vocab_size) if some else np.full(-(-vocab_size // 32), -1, np.int32)
         return words & ~pack_ids(params.banned, vocab_size)
 
+    def words_after(self, num_tokens: int, vocab_size: int) -> NDArray[np.int32]:
+        """Ids that may be drawn behind so many output tokens: `allowed_words` and no early end."""
+        words = self.allowed_words(vocab_size)
+        return words & ~pack_ids(self.ending, vocab_size) if num_tokens < self.params.min_tokens else words
+
 
 def pack_ids(ids: Iterable[int], vocab_size: int) -> NDArray[np.int32]:
     """Bits of ids: int32 [ceil(V / 32)], id v is bit v % 32 of word v // 32."""
