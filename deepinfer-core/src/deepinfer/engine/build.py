@@ -109,6 +109,9 @@ def plan_memory(
         lookahead=lookahead,
         history_width=traits.ngram_size - 1,
         keep_tokens=settings.replay_keep,
+        host_bytes=settings.preemption_host_bytes,
+        page_bytes=traits.page_bytes,
+        slot_bytes=traits.slot_bytes,
     )
     return plan, config
 
@@ -243,7 +246,7 @@ def _prefix_cache(
         first_snapshot=first_snapshot,
         num_snapshots=num_snapshots,
         snapshot_interval=settings.prefix_snapshot_interval,
-        tail=max(settings.replay_keep, 1),
+        keep_tokens=settings.replay_keep,
     )
     if not stores:
         return prefix, None
