@@ -26,6 +26,7 @@ from deepinfer.errors import ConfigError
 from deepinfer.ops.sampling import sampling_bytes
 from deepinfer.ops.step import SlotRecords
 from deepinfer.scheduler.config import SchedulerConfig
+from deepinfer.scheduler.policy import Policy, load_policy
 from deepinfer.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def build_engine(
     drafter: Drafter | None = None,
     speculate: bool = False,
     executor: Callable[[ModelRunner], Executor] | None = None,
+    policy: Policy | None = None,
 ) -> BuiltEngine:
     """Allocate what `plan_memory` planned and put the loop together; arguments and errors as there.
 
@@ -122,6 +124,7 @@ def build_engine(
         drafter: proposes `settings.use_nextn_decode` tokens a step.
         speculate: without a drafter, let the model propose them.
         executor: runs the steps; None: a worker thread, or the caller's with the synchronous loop.
+        policy: queue and order of the requests; None: what `settings.scheduling_policy` names.
     """
     plan, config = plan_memory(loaded, settings, num_pages=num_pages, max_prefill_chunk=max_prefill_chunk)
     depth = 2 if settings.zero_overhead_scheduling else 1
@@ -147,7 +150,8 @@ def build_engine(
         executor = ThreadExecutor if depth > 1 else InlineExecutor
     pages = PagePool(plan.num_pages)
     prefix, exchange = _prefix_cache(loaded, settings, pages, num_slots, num_snapshots)
-    scheduler = Scheduler(config, pages, SlotPool(num_slots), prefix=prefix)
+    policy = load_policy(settings.scheduling_policy) if policy is None else policy
+    scheduler = Scheduler(config, pages, SlotPool(num_slots), policy=policy, prefix=prefix)
     running = executor(runner)
     tiers = None
     if prefix is not None and exchange is not None:
