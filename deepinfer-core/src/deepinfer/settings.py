@@ -146,6 +146,12 @@ class Settings(BaseSettings):
         "changes a token.",
     )
 
+    scheduling_policy: str = Field(
+        "",
+        description="`module:factory` of a scheduling policy (`deepinfer.scheduler.policy.Policy`), called without "
+        "arguments. Empty: by priority, then by arrival, with bounded waiting.",
+    )
+
     # Preemption.
     preemption_host_bytes: int = Field(
         4 << 30,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 
 from deepinfer import SamplingParams
 from deepinfer.engine.metrics import metrics_text
+from deepinfer.scheduler.policy import PriorityOrder
+from deepinfer.scheduler.request import RequestState
 
 PARAMS = {
     "greedy": {"temperature": 0},
@@ -81,6 +85,32 @@ def test_what_runs_again_reuses_what_the_request_had_published(fake_model: Any, 
     assert generation.request.start == 20, "the last page boundary before the prompt's end"
     assert core.stats.prefill_rows - rows == prompt.size + 4 - 20
     assert generation.request.num_cached_tokens == 0, "which is what its caller is told"
+    core.close()
+
+
+class Newest(PriorityOrder):
+    """Everybody waits for the newest."""
+
+    def rank(self, request: Any) -> int:
+        return -int(request.arrival)
+
+
+def test_a_policy_named_in_the_settings_decides_who_gives_way(
+    fake_model: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("newest")
+    module.Newest = Newest  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "newest", module)
+    core = make_engine(fake_model, scheduling_policy="newest:Newest")
+    first, second = (
+        core.add(name, np.arange(6, 9, dtype=np.int64), SamplingParams(ignore_eos=True), seed=0, max_tokens=9)
+        for name in "ab"
+    )
+    core.step()
+    core.scheduler.preempt_worst()
+    assert (first.request.state, second.request.state) == (RequestState.PREEMPTED, RequestState.RUNNING)
+    core.abort("a")
+    core.abort("b")
     core.close()
 
 

@@ -91,7 +91,8 @@ class Request:
         start: position at which its prefill began, behind what was found in the cache.
         slot: state slot while running, else -1.
         footprint: pages that the whole request can need.
-        boosted: it was overtaken often enough to go before all others.
+        overtaken: younger requests that got a place while it was the oldest without one.
+        boosted: it was overtaken so often that it goes before all but older ones of its kind.
         parked: its progress while it is preempted and its state lies on the host.
         last_step: the last step that named it before it lost its state; it is not planned again before that is read.
         num_preemptions: times that it was preempted.
@@ -116,6 +117,7 @@ class Request:
     state: RequestState = RequestState.QUEUED
     slot: int = -1
     footprint: int = 0
+    overtaken: int = 0
     boosted: bool = False
     parked: Parked | None = None
     last_step: int = -1
@@ -133,8 +135,8 @@ class Request:
 
     @property
     def order_key(self) -> tuple[bool, int, int]:
-        """Smaller keys are admitted first and preempted last."""
-        return (not self.boosted, self.priority, self.arrival)
+        """Order by priority and arrival: smaller keys are more urgent."""
+        return (not self.boosted, 0 if self.boosted else self.priority, self.arrival)
 
     @property
     def num_prompt_tokens(self) -> int:

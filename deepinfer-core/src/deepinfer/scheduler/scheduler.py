@@ -34,8 +34,8 @@ class Scheduler:
     """Admits, chunks, preempts and plans; knows bounds of lengths, never a token's value.
 
     A step takes one row of every decoding sequence and its draft rows first, then prefill chunks, most urgent prompt
-    first. Order is that of `Request.order_key`. Without a `planner` every sequence verifies as many drafts as there are
-    rows for; with one as many as it says.
+    first. The order is that of the policy's `rank`. Without a `planner` every sequence verifies as many drafts as there
+    are rows for; with one as many as it says.
 
     Pages: a request is admitted when a slot and the pages of its whole prompt are free beside a reserve of one page per
     running sequence; those pages are its own until it is through its prompt. Later pages are granted when a step first
@@ -295,7 +295,7 @@ class Scheduler:
             if self._pages_return() or not self.preempt_worst():
                 # The least urgent ones that need a page sit this step out.
                 owners = self.sequences.owner[decoding].tolist()
-                order = sorted(range(decoding.size), key=lambda index: owners[index].order_key)
+                order = sorted(range(decoding.size), key=lambda index: self.queue.rank(owners[index]))
                 fits = np.cumsum(missing[order]) <= available
                 kept = np.sort(np.array(order, np.int64)[fits | (missing[order] == 0)])
                 return decoding[kept], counts[kept]
@@ -336,7 +336,7 @@ class Scheduler:
         candidates = self.sequences.unfinished()
         if not candidates:
             return False
-        self._preempt(max(candidates, key=lambda request: request.order_key))
+        self._preempt(max(candidates, key=self.queue.rank))
         return True
 
     def _preempt_without_need(self) -> None:
@@ -344,7 +344,7 @@ class Scheduler:
         draws, keeps = self.sequences.draws, self.preemption.keeps
         candidates = [item for item in self.sequences.unfinished() if draws[item.slot] or keeps(item)]
         if candidates:
-            self._preempt(max(candidates, key=lambda request: request.order_key))
+            self._preempt(max(candidates, key=self.queue.rank))
 
     def _preempt(self, request: Request) -> None:
         self.preemption.take_place(request)
@@ -354,7 +354,7 @@ class Scheduler:
     def _take_chunks(self, budget: int) -> list[tuple[Request, int]]:
         """Chunks of the prompts in progress, most urgent first; their pages are promised."""
         chunks: list[tuple[Request, int]] = []
-        for request in sorted(self._prefilling.values(), key=lambda item: item.order_key):
+        for request in sorted(self._prefilling.values(), key=self.queue.rank):
             if budget == 0:
                 break
             chunk = self._chunk(request, budget)
