@@ -146,6 +146,19 @@ class Settings(BaseSettings):
         "changes a token.",
     )
 
+    scheduling_policy: str = Field(
+        "",
+        description="`module:factory` of a scheduling policy (`deepinfer.scheduler.policy.Policy`), called without "
+        "arguments. Empty: by priority, then by arrival, with bounded waiting.",
+    )
+
+    # Preemption.
+    preemption_host_bytes: int = Field(
+        4 << 30,
+        ge=0,
+        description="Host memory for the state of requests that had to make room for others. When it is spent, such a "
+        "request runs its prompt and output again. Never changes a token with row-invariant kernels.",
+    )
 
     # Reuse of prefixes.
     enable_prefix_caching: bool = Field(

@@ -97,6 +97,7 @@ def run_scenario(seed: int, fake_model: Any, make_engine: Any, naive_model: Any)
         preempt_every=rng.choice([0, 0, 0, 1, 2, 3]),
         drafter=scripted_drafter(truth, num_drafts, seed) if num_drafts else None,
         use_nextn_decode=num_drafts,
+        preemption_host_bytes=rng.choice([0, 200, 500, 1 << 20]),
         zero_overhead_scheduling=asynchronous,
         executor=sim if on_sim else None,
     )
@@ -117,13 +118,13 @@ def run_scenario(seed: int, fake_model: Any, make_engine: Any, naive_model: Any)
                 )
             if item["abort_at"] == step and index in running:
                 core.abort(str(index))
-        before = core.stats.steps + len(core._in_flight), core.num_unfinished, scheduler.num_preemptions
+        before = core.stats.steps + len(core._in_flight), core.num_unfinished, scheduler.preemption.num_preemptions
         if devices:
             with devices[0].loop_guard():
                 core.step()
         else:
             core.step()
-        after = core.stats.steps + len(core._in_flight), core.num_unfinished, scheduler.num_preemptions
+        after = core.stats.steps + len(core._in_flight), core.num_unfinished, scheduler.preemption.num_preemptions
         idle = idle + 1 if before == after and before[1] else 0
         assert idle <= 2, "no progress"
         scheduler.pages.check()
@@ -151,14 +152,16 @@ def run_scenario(seed: int, fake_model: Any, make_engine: Any, naive_model: Any)
 @pytest.mark.parametrize("block", range(8))
 def test_same_tokens_as_one_at_a_time(block: int, fake_model: Any, make_engine: Any, naive_model: Any) -> None:
     """Arrivals, aborts, stops, priorities, tiny pools, drafts, preemption, failures, synchronous or not."""
-    preemptions = accepted = 0
+    preemptions = accepted = again = 0
     for seed in range(30 * block, 30 * (block + 1)):
         fake_model.rows_seen.clear()
         core = run_scenario(seed, fake_model, make_engine, naive_model)
         preemptions += core.stats.preemptions
         accepted += core.stats.accepted_drafts
+        again += core.stats.recomputations
     assert preemptions > 10
     assert accepted > 10
+    assert again > 10
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def test_the_least_urgent_request_is_preempted_and_resumes_where_it_was() -> Non
         finish_spent(scheduler, step, drawn)
         scheduler.pages.check()
     assert restores is not None
-    assert second.num_preemptions == scheduler.num_preemptions == 1
+    assert second.num_preemptions == scheduler.preemption.num_preemptions == 1
     assert drawn == {"first": 20, "second": 12}
     scheduler.assert_idle()
 
@@ -162,6 +162,69 @@ def test_abort_while_preempted_drops_the_copy() -> None:
     scheduler.assert_idle()
 
 
+def test_without_room_on_the_host_a_request_waits_for_its_tokens_and_runs_again() -> None:
+    """Its last step is in flight: what that draws belongs to what its prefill runs again."""
+    scheduler = make(host_bytes=0, page_bytes=8, slot_bytes=1)
+    item = request("a", 6, max_tokens=9)
+    scheduler.add(item)
+    first = scheduler.plan()
+    second = scheduler.plan()
+    assert first is not None
+    assert second is not None
+    scheduler.complete(0)
+    item.output.append(7)
+    scheduler.preempt_worst()
+    assert scheduler.plan() is None, "step 1 has not been read"
+    assert item.state is RequestState.PREEMPTED
+    item.output.append(8)
+    scheduler.complete(1)
+    step = scheduler.plan()
+    assert step is not None
+    plan = step.plan
+    assert plan.saves == plan.restores == ()
+    (discard,) = plan.discards
+    assert discard.unowned.size == 2
+    assert plan.host_tokens.tolist() == [*range(100, 106), 7, 8]
+    assert [tokens.tolist() for tokens in plan.admitted_outputs] == [[7, 8]]
+    assert plan.samples.tolist() == [True]
+    drawn = {"a": 2}
+    finish_spent(scheduler, step, drawn)
+    while scheduler.has_work():
+        step = scheduler.plan()
+        assert step is not None
+        finish_spent(scheduler, step, drawn)
+    assert drawn == {"a": 9}
+    assert scheduler.preemption.num_recomputations == 1
+    scheduler.assert_idle()
+
+
+def test_the_host_budget_is_exact_and_comes_back() -> None:
+    """A copy of a page and a slot takes 9 bytes; it counts until the plan that takes or drops it."""
+    scheduler = make(host_bytes=20, page_bytes=8, slot_bytes=1)
+    for name in "abc":
+        scheduler.add(request(name, 3))
+    step = scheduler.plan()
+    assert step is not None
+    host = scheduler.preemption.host
+    for used in (9, 18, 18):
+        scheduler.preempt_worst()
+        assert host.used == used
+    scheduler.abort("b")
+    assert host.used == 18
+    scheduler.find("a").output.append(7)  # type: ignore[union-attr]
+    scheduler.complete(step.plan.step)
+    step = scheduler.plan()
+    assert step is not None
+    assert names(step) == ["c", "a"]
+    assert [move.key for move in step.plan.saves] == [2, 1]
+    assert ([move.key for move in step.plan.restores], step.plan.dropped) == ([2], (1,))
+    assert host.used == 0
+    for name in "ac":
+        scheduler.abort(name)
+    scheduler.complete(step.plan.step)
+    scheduler.assert_idle()
+
+
 def test_pages_that_come_back_are_waited_for() -> None:
     """A request that ends with the step in flight frees its pages: nobody is preempted for one step."""
     scheduler = make(pages=4, max_num_seqs=2)
@@ -175,7 +238,7 @@ def test_pages_that_come_back_are_waited_for() -> None:
         assert step is not None
         scheduler.complete(number - 1)
     assert scheduler.plan() is None, "the third page of a is one of b's, whose last draw is in flight"
-    assert scheduler.num_preemptions == 0
+    assert scheduler.preemption.num_preemptions == 0
     scheduler.complete(4)
     scheduler.finish(second, FinishReason.LENGTH)
     step = scheduler.plan()

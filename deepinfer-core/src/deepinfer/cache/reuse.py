@@ -102,7 +102,7 @@ class PrefixCache:
         pages: the pool.
         first_snapshot, num_snapshots: slots of the state storage that hold snapshots.
         snapshot_interval: tokens between snapshots inside a long prompt; rounded down to whole pages.
-        tail: tokens of a prompt that must run after a hit: 1, or those that a bounded replay keeps.
+        keep_tokens: last tokens of a prompt that bounded replay keeps, and that must run after a hit; 0: no replay.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class PrefixCache:
         first_snapshot: int,
         num_snapshots: int,
         snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL,
-        tail: int = 1,
+        keep_tokens: int = 0,
     ) -> None:
         self.page_size = page_size
-        self.tail = tail
+        self.keep_tokens = keep_tokens
         self.pages = pages
         self.index = PrefixIndex(root, page_size, pages, on_remove=self._drop_snapshot)
         self.snapshots: SnapshotPool[PrefixNode] = SnapshotPool(
@@ -132,16 +132,24 @@ class PrefixCache:
 
     # ---- a request's way -----------------------------------------------------------------------------------------
 
-    def begin(self, prompt: NDArray[np.int64], *, images: Sequence[ImageSpan] = (), reuse: bool = True) -> PrefixChain:
+    def begin(
+        self,
+        prompt: NDArray[np.int64],
+        *,
+        num_prompt_tokens: int | None = None,
+        images: Sequence[ImageSpan] = (),
+        reuse: bool = True,
+    ) -> PrefixChain:
         """Admit a prompt: its hit pages get one more owner, and the ends of its snapshots are chosen.
 
         Args:
             prompt: int64 [L], L >= 1.
+            num_prompt_tokens: where the prompt proper ends, if generated tokens follow; None: L.
             images: spans that show images.
             reuse: False for a request that needs every row of its prompt to run.
         """
         chain = PrefixChain(prompt, tuple(images))
-        limit = self._limit(prompt)
+        limit = self._limit(prompt.size, prompt.size if num_prompt_tokens is None else num_prompt_tokens)
         nodes, keys = self.index.match(prompt, limit, images)
         resumable = max((node.depth for node in nodes if node.snapshot >= 0), default=0)
         depth = resumable if reuse else 0
@@ -253,7 +261,7 @@ class PrefixCache:
 
     def keys_of(self, prompt: NDArray[np.int64], images: Sequence[ImageSpan] = ()) -> list[bytes]:
         """Keys of all pages from which a prompt could resume."""
-        limit = self._limit(prompt)
+        limit = self._limit(prompt.size, prompt.size)
         return list(islice(page_keys(self.index.root, prompt, self.page_size, images=images), limit))
 
     def resumable(self, keys: Sequence[bytes]) -> tuple[int, int]:
@@ -329,9 +337,14 @@ class PrefixCache:
 
     # ---- steps of the above --------------------------------------------------------------------------------------
 
-    def _limit(self, prompt: NDArray[np.int64]) -> int:
-        """Pages of a prompt after which it could resume."""
-        return max(prompt.size - self.tail, 0) // self.page_size
+    def _limit(self, length: int, num_prompt_tokens: int) -> int:
+        """Pages after which a prefill could resume.
+
+        What bounded replay keeps is counted from the end of the prompt proper: a snapshot behind that place holds the
+        rows that another prompt kept.
+        """
+        end = num_prompt_tokens - self.keep_tokens if self.keep_tokens else length - 1
+        return max(end, 0) // self.page_size
 
     def _boundaries(self, depth: int, limit: int, nodes: list[PrefixNode]) -> list[int]:
         """Where to take snapshots: inside a long prompt, where known prefixes end, and before the last token."""

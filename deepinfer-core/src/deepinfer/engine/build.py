@@ -29,6 +29,7 @@ from deepinfer.models.traits import number_of_drafts
 from deepinfer.ops.sampling import sampling_bytes
 from deepinfer.ops.step import SlotRecords
 from deepinfer.scheduler.config import SchedulerConfig
+from deepinfer.scheduler.policy import Policy, load_policy
 from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.speculative.planner import VerificationPlanner
 
@@ -109,6 +110,9 @@ def plan_memory(
         lookahead=lookahead,
         history_width=traits.ngram_size - 1,
         keep_tokens=settings.replay_keep,
+        host_bytes=settings.preemption_host_bytes,
+        page_bytes=traits.page_bytes,
+        slot_bytes=traits.slot_bytes,
     )
     return plan, config
 
@@ -123,6 +127,7 @@ def build_engine(
     preempt_every: int = 0,
     drafter: Drafter | None = None,
     executor: Callable[[ModelRunner], Executor] | None = None,
+    policy: Policy | None = None,
 ) -> BuiltEngine:
     """Allocate what `plan_memory` planned and put the loop together; arguments and errors as there.
 
@@ -134,6 +139,7 @@ def build_engine(
         preempt_every: preempt a request in every so many steps (tests).
         drafter: proposes `settings.use_nextn_decode` tokens a step instead of the model (tests).
         executor: runs the steps; None: a worker thread, or the caller's with the synchronous loop.
+        policy: queue and order of the requests; None: what `settings.scheduling_policy` names.
     """
     num_drafts = settings.use_nextn_decode or 0
     if drafter is None:
@@ -163,7 +169,8 @@ def build_engine(
     pages = PagePool(plan.num_pages)
     prefix, exchange = _prefix_cache(loaded, settings, pages, num_slots, num_snapshots)
     planner = _planner(loaded, settings, runner, config)
-    scheduler = Scheduler(config, pages, SlotPool(num_slots), prefix=prefix, planner=planner)
+    policy = load_policy(settings.scheduling_policy) if policy is None else policy
+    scheduler = Scheduler(config, pages, SlotPool(num_slots), policy=policy, prefix=prefix, planner=planner)
     running = executor(runner)
     tiers = None
     if prefix is not None and exchange is not None:
@@ -243,7 +250,7 @@ def _prefix_cache(
         first_snapshot=first_snapshot,
         num_snapshots=num_snapshots,
         snapshot_interval=settings.prefix_snapshot_interval,
-        tail=max(settings.replay_keep, 1),
+        keep_tokens=settings.replay_keep,
     )
     if not stores:
         return prefix, None

@@ -405,7 +405,8 @@ class EngineCore:
 
     def _count(self, plan: StepPlan, seconds: float) -> None:
         stats = self.stats
-        stats.preemptions = self.scheduler.num_preemptions
+        stats.preemptions = self.scheduler.preemption.num_preemptions
+        stats.recomputations = self.scheduler.preemption.num_recomputations
         prefill = int(plan.row_counts[plan.is_prefill].sum())
         stats.steps += 1
         stats.prefill_rows += prefill

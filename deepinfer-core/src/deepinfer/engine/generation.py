@@ -24,7 +24,6 @@ class Generation:
     Attributes:
         request: the scheduler's side of it.
         params: as the caller gave them.
-        token_ids: generated ids so far.
         stop_reason: the id of `stop_token_ids` or the stop string that ended it.
         error: why it ended with "error".
         metrics: moments and counts.
@@ -40,7 +39,6 @@ class Generation:
     request: Request
     params: SamplingParams
     metrics: RequestMetrics
-    token_ids: list[int] = field(default_factory=list)
     stop_reason: int | str | None = None
     error: DeepInferError | None = None
     stops: frozenset[int] = frozenset()
@@ -52,6 +50,11 @@ class Generation:
     followers: list[Generation] = field(default_factory=list)
     compiling: Future[CompiledGrammar] | None = None
     matcher: Matcher | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Generated ids so far."""
+        return self.request.output
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -76,6 +79,7 @@ class EngineStats:
     decode_seconds: float = 0.0
     failed_steps: int = 0
     preemptions: int = 0
+    recomputations: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     speculation: SpeculationStatistics | None = None
 

@@ -150,7 +150,7 @@ def _news(part: _Part) -> Update:
         part.order.number,
         part.index,
         generation.token_ids[start:],
-        replace(generation.metrics),
+        generation.metrics,
         text=None if generation.text is None else generation.text.take(),
         finish_reason=None if generation.finish_reason is None else str(generation.finish_reason),
         stop_reason=generation.stop_reason,

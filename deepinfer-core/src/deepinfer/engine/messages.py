@@ -77,7 +77,8 @@ class Update(msgspec.Struct, array_like=True):
         number: of the order. index: of the completion.
         token_ids, text, logprobs, prompt_logprobs: what came since the last update. The text only where the loop looks
             for stop strings; prompt log-probabilities once, with the first token.
-        finish_reason, stop_reason, error, cumulative_logprob, metrics, num_cached_tokens: as they are now.
+        metrics: the loop's own object, which goes on changing, unless it came from another process.
+        finish_reason, stop_reason, error, cumulative_logprob, num_cached_tokens: as they are now.
     """
 
     number: int

@@ -51,7 +51,8 @@ def _counters(core: EngineCore) -> list[tuple[str, str, float]]:
         ("decode_rows_total", "Output rows forwarded, drafts included.", stats.decode_rows),
         ("prefill_seconds_total", "Time of steps with prompt rows.", stats.prefill_seconds),
         ("decode_seconds_total", "Time of steps without prompt rows.", stats.decode_seconds),
-        ("preemptions_total", "Requests moved to host memory to make room.", stats.preemptions),
+        ("preemptions_total", "Times that a request lost its place to make room.", stats.preemptions),
+        ("recomputations_total", "Those of them without room for its state on the host.", stats.recomputations),
     ]
 
 
@@ -86,6 +87,7 @@ def _gauges(core: EngineCore) -> list[tuple[str, str, float]]:
         ("pages", "Cache pages.", pages.capacity),
         ("pages_used", "Cache pages that running requests hold.", pages.num_used),
         ("slots", "State slots.", slots.capacity),
+        ("preempted_bytes", "Host memory that preempted requests hold.", scheduler.preemption.host.used),
     ]
 
 

@@ -278,6 +278,8 @@ class ModelRunner:
             copies.save(move)
             self.tables.save(move.key, move.slot)
             self.released(move.slot, move.unowned)
+        for move in plan.discards:
+            self.released(move.slot, move.unowned)
         if plan.evicted.size:
             self.released(0, plan.evicted)
         for move in plan.restores:

@@ -79,10 +79,15 @@ class SlotTables:
     def admit(self, plan: StepPlan) -> None:
         """Enter the admitted requests of a plan into the tables of their slots."""
         sampling = plan.admitted_sampling
-        views = sampling.views or (None,) * plan.admitted_slots.size
-        greedy, lengths = (sampling.temperature == 0).tolist(), plan.admitted_lengths.tolist()
-        for slot, view, is_greedy, length in zip(plan.admitted_slots.tolist(), views, greedy, lengths, strict=True):
-            self._enter(slot, view, is_greedy, length)
+        slots, lengths = plan.admitted_slots.tolist(), plan.admitted_lengths.tolist()
+        views, greedy = sampling.views or (None,) * len(slots), (sampling.temperature == 0).tolist()
+        outputs = plan.admitted_outputs or (np.empty(0, np.int64),) * len(slots)
+        for slot, view, is_greedy, length, output in zip(slots, views, greedy, lengths, outputs, strict=True):
+            # Who has generated tokens has had its prompt scored.
+            self._enter(slot, view, is_greedy, view.prompt.size if view is not None and output.size else length)
+            if output.size and view is not None and Feature.PENALTY in view.features:
+                counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
+                self._table("counts", 0, torch.int32, self.vocab_size)[slot] = self.send(counts)
 
     def save(self, key: int, slot: int) -> None:
         """Keep what the tables hold of a preempted request."""

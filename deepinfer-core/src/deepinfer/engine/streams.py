@@ -134,16 +134,20 @@ class RequestStream:
         if not self._delta:
             self._prompt_logprobs = named = named or self._prompt_logprobs
         first = self._parts[0].last
-        metrics: RequestMetrics | None = None if first is None else first.metrics
+        metrics = None if first is None else RequestMetrics(**vars(first.metrics))
         finished = all(part.has_ended for part in self._parts)
         errors = [part.last.error for part in self._parts if part.last is not None and part.last.error is not None]
-        return replace(
-            self.ticket.output,
-            outputs=outputs,
+        asked = self.ticket.output
+        return RequestOutput(
+            asked.request_id,
+            asked.prompt,
+            asked.prompt_token_ids,
+            outputs,
             finished=finished,
             error=errors[0] if finished and errors else None,
-            metrics=metrics,
             num_cached_tokens=0 if first is None else first.num_cached_tokens,
+            numerics_id=asked.numerics_id,
+            metrics=metrics,
             prompt_logprobs=named,
         )
 

@@ -22,7 +22,6 @@ class StepRows:
         slots: int32 [S]. counts: int32 [S], rows of each.
         starts: int32 [S], positions of the first rows, at most.
         samples: bool [S], whether the sequence draws.
-        prompt_lengths: int32 [S].
         chunks: (request, rows) of the prompts, in the order of their slots.
     """
 
@@ -30,7 +29,6 @@ class StepRows:
     counts: NDArray[np.int32]
     starts: NDArray[np.int32]
     samples: NDArray[np.bool_]
-    prompt_lengths: NDArray[np.int32]
     chunks: list[tuple[Request, int]]
 
     @property
@@ -59,7 +57,7 @@ def assemble(
     """
     starts = rows.starts[rows.first_prefill :].tolist()
     tokens = [
-        request.prompt[start : start + chunk] for (request, chunk), start in zip(rows.chunks, starts, strict=True)
+        request.tokens[start : start + chunk] for (request, chunk), start in zip(rows.chunks, starts, strict=True)
     ]
     granted = [np.concatenate(part) for part in zip(*changes.grants, strict=True)] or [np.empty(0, np.int32)] * 3
     keep_from, kept_bucket = _kept(rows, config)
@@ -78,11 +76,13 @@ def assemble(
         page_indices=granted[1],
         page_ids=granted[2],
         admitted_slots=np.array([request.slot for request in admitted], np.int32),
-        admitted_lengths=np.array([request.num_cached_tokens for request in admitted], np.int32),
+        admitted_lengths=np.array([request.start for request in admitted], np.int32),
         admitted_tokens=_tokens_before(admitted, config.history_width),
         admitted_sampling=_sampling_rows(admitted),
+        admitted_outputs=tuple(request.replayed for request in admitted),
         released_slots=np.array([slot for slot in changes.released if slot not in back], np.int32),
         saves=tuple(changes.saves),
+        discards=tuple(changes.discards),
         restores=tuple(restores),
         dropped=tuple(changes.dropped),
         evicted=np.concatenate(changes.evicted) if changes.evicted else np.empty(0, np.int32),
@@ -92,21 +92,22 @@ def assemble(
 
 
 def _kept(rows: StepRows, config: SchedulerConfig) -> tuple[NDArray[np.int32], int]:
-    """Where each prompt enters the consumer half, defined by its whole length alone, and the rows that do."""
+    """Where each prompt enters the consumer half, defined by its own length alone, and the rows that do."""
     if not config.keep_tokens:
         return np.empty(0, np.int32), 0
-    keep_from = np.maximum(rows.prompt_lengths - config.keep_tokens, 0).astype(np.int32)
-    keep_from[: rows.first_prefill] = 0
+    keep_from = np.zeros(rows.slots.size, np.int32)
+    for index, (request, _) in enumerate(rows.chunks, rows.first_prefill):
+        keep_from[index] = max(request.num_prompt_tokens - config.keep_tokens, 0)
     kept = np.clip(rows.starts + rows.counts - keep_from, 0, rows.counts)
     return keep_from, config.row_bucket(max(int(kept.sum()), 1))
 
 
 def _tokens_before(requests: list[Request], width: int) -> NDArray[np.int64]:
-    """The last tokens before the place where each prompt begins to run: [requests, width], -1 before the start."""
+    """The last tokens before the place where each prefill begins: [requests, width], -1 before position 0."""
     tokens = np.full((len(requests), width), -1, np.int64)
     for row, request in zip(tokens, requests, strict=True):
-        count = min(width, request.num_cached_tokens)
-        row[width - count :] = request.prompt[request.num_cached_tokens - count : request.num_cached_tokens]
+        count = min(width, request.start)
+        row[width - count :] = request.tokens[request.start - count : request.start]
     return tokens
 
 

@@ -31,6 +31,8 @@ class SchedulerConfig:
         lookahead: positions past a request's last token that rows in flight may write: `num_drafts` if a step is
             planned before the previous one is read, else 0.
         preempt_every: preempt a request in every so many steps although nothing requires it (tests); 0: never.
+        host_bytes: host memory for the state of preempted requests; None: not limited.
+        page_bytes, slot_bytes: what a page and a state slot take there.
         history_width: tokens before a resumed position that an admission brings along.
         keep_tokens: last tokens of a prompt that bounded replay sends through the consumer half; 0: no replay.
         row_bucket: padded row count for a number of rows.
@@ -45,6 +47,9 @@ class SchedulerConfig:
     num_drafts: int = 0
     lookahead: int = 0
     preempt_every: int = 0
+    host_bytes: int | None = None
+    page_bytes: int = 0
+    slot_bytes: int = 0
     history_width: int = 0
     keep_tokens: int = 0
     row_bucket: Callable[[int], int] = exact_rows

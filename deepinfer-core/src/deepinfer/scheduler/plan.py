@@ -46,7 +46,7 @@ class Move:
         key: names the host copy.
         slot: state slot and record.
         pages: int32 [P], its pages in the order of positions.
-        unowned: those of them that nobody else owns once a save is done.
+        unowned: pages that nobody owns any more once the request is gone from the device.
     """
 
     key: int
@@ -62,7 +62,8 @@ class Changes:
     Attributes:
         released: slots whose request is gone.
         grants: (slots, indices in their page tables, page ids) of granted pages.
-        saves: requests that were preempted. dropped: keys of host copies that nobody will ask for again.
+        saves: requests that were preempted. discards: those of which no copy is kept.
+        dropped: keys of host copies that nobody will ask for again.
         slot_copies: (snapshot, slot) of requests that found a prefix.
         evicted: pages that left the prefix cache.
     """
@@ -70,21 +71,25 @@ class Changes:
     released: list[int] = field(default_factory=list)
     grants: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = field(default_factory=list)
     saves: list[Move] = field(default_factory=list)
+    discards: list[Move] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     evicted: list[NDArray[np.int32]] = field(default_factory=list)
 
     def clear(self) -> None:
         """Forget what a plan has taken up."""
-        for notes in (self.released, self.grants, self.saves, self.dropped, self.slot_copies, self.evicted):
+        for notes in (self.released, self.grants, self.saves, self.discards):
             notes.clear()
+        for more in (self.dropped, self.slot_copies, self.evicted):
+            more.clear()
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """One step over S sequences: rows, new pages, admitted and released slots; O(rows + new pages) in size.
 
-    The device applies a plan in this order: saves, restores, released slots, admitted slots, page grants, rows.
+    The device applies a plan in this order: saves, discards, restores, released slots, admitted slots, page grants,
+    rows.
 
     Attributes:
         step: number of the step, counted from 0.
@@ -100,12 +105,15 @@ class StepPlan:
         admitted_lengths: int32 [A], tokens that are already in the pages and the slot (0 without a prefix hit).
         admitted_tokens: int64 [A, K], the last K tokens before `admitted_lengths`, newest last, -1 before the start.
         admitted_sampling: the sampling parameters of the admitted sequences.
+        admitted_outputs: int64 [O] of each, the tokens at the end of its prefill that it had generated before it lost
+            its state.
         released_slots: int32 [R], slots whose request is gone.
         row_bucket: padded row count, at least sum(row_counts).
         keep_from: int32 [S], first position that bounded replay sends through the consumer half, 0 for decode; empty
             without replay.
         kept_bucket: padded count of the rows from there on, at least 1; 0 without replay.
         saves: preempted requests, to be copied to the host before anything else of this step.
+        discards: preempted requests of which nothing is kept; they were admitted anew if they run again.
         restores: resumed requests, to be copied back after the saves; their pages are among the granted ones.
         evicted: int32 [E], pages that left the prefix cache; whoever gets them comes after the saves.
         slot_copies: int32 [M, 2], (snapshot, slot) of the admitted sequences that found a prefix; after the restores.
@@ -129,8 +137,10 @@ class StepPlan:
     admitted_lengths: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
     admitted_tokens: NDArray[np.int64] = field(default_factory=lambda: _empty(np.int64, 0, 0))
     admitted_sampling: SamplingRows = field(default_factory=SamplingRows)
+    admitted_outputs: tuple[NDArray[np.int64], ...] = ()
     released_slots: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))
     saves: tuple[Move, ...] = ()
+    discards: tuple[Move, ...] = ()
     restores: tuple[Move, ...] = ()
     dropped: tuple[int, ...] = ()
     evicted: NDArray[np.int32] = field(default_factory=lambda: _empty(np.int32))

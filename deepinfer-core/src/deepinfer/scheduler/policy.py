@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +13,20 @@ from numpy.typing import NDArray
 from deepinfer.errors import ConfigError
 from deepinfer.scheduler.request import Request
 
-__all__ = ["DraftPlanner", "Policy", "PriorityOrder"]
+__all__ = ["DraftPlanner", "Policy", "PriorityOrder", "load_policy"]
 
 MAX_OVERTAKES = 64
+REQUIRED = ("push", "peek", "remove", "rank", "__len__", "__iter__")
+"""What a policy must have."""
 
 
+@runtime_checkable
 class Policy(Protocol):
-    """A queue of requests that wait for a slot and pages.
+    """A queue of requests that wait for a slot and pages, and the order of those that have them.
 
     Only the request that `peek` names may be admitted: a large one at the head is not overtaken for ever by small ones.
+    Among running requests the smallest `rank` takes rows first and is preempted last, so it always gets on. How long
+    another one may wait is what the policy promises. Called by the loop's thread only; an exception ends the engine.
     """
 
     def push(self, request: Request) -> None:
@@ -31,6 +37,9 @@ class Policy(Protocol):
 
     def remove(self, request: Request) -> None:
         """Take a request out: admitted or aborted."""
+
+    def rank(self, request: Request) -> Any:
+        """How urgent a request is, waiting or running: comparable, different for any two; smaller is more urgent."""
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -60,8 +69,8 @@ class PriorityOrder:
     """Lower priority values first, in order of arrival among equals; a preempted request keeps its place.
 
     Waiting is bounded: once `max_overtakes` younger requests went before the oldest waiting one, it is next whatever
-    its priority, and is the last to be preempted. So a request with k older ones in the queue waits for at most
-    (k + 1) * (max_overtakes + 1) admissions.
+    its priority, and is the last to be preempted. So a request waits for at most (k + 1) * (max_overtakes + 1)
+    admissions, where k older ones wait when it joins the queue or join it (preempted) while it waits.
 
     Args:
         max_overtakes: 0 is plain first come, first served.
@@ -75,7 +84,6 @@ class PriorityOrder:
         # Heaps with entries that may have left; `_top` drops them.
         self._by_key: list[tuple[tuple[bool, int, int], int]] = []
         self._by_arrival: list[int] = []
-        self._overtaken = 0
 
     def push(self, request: Request) -> None:
         """Add a request at its place."""
@@ -88,7 +96,7 @@ class PriorityOrder:
         if not self._waiting:
             return None
         oldest = self._oldest()
-        if self._overtaken >= self.max_overtakes and not oldest.boosted:
+        if oldest.overtaken >= self.max_overtakes and not oldest.boosted:
             oldest.boosted = True
             heapq.heappush(self._by_key, (oldest.order_key, oldest.arrival))
         heap = self._by_key
@@ -98,8 +106,13 @@ class PriorityOrder:
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
-        self._overtaken = 0 if request is self._oldest() else self._overtaken + 1
+        oldest = self._oldest()
+        oldest.overtaken += request is not oldest
         del self._waiting[request.arrival]
+
+    def rank(self, request: Request) -> tuple[bool, int, int]:
+        """Priority, then arrival."""
+        return request.order_key
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -112,3 +125,31 @@ class PriorityOrder:
         while heap[0] not in self._waiting:
             heapq.heappop(heap)
         return self._waiting[heap[0]]
+
+
+def load_policy(name: str) -> Policy:
+    """Make the policy that `DEEPINFER_SCHEDULING_POLICY` names.
+
+    Args:
+        name: `module:factory` of something that gives a `Policy` when it is called without arguments; empty:
+            `PriorityOrder`.
+
+    Raises:
+        ConfigError: it cannot be imported, fails, or gives something else.
+    """
+    if not name:
+        return PriorityOrder()
+    module, _, factory = name.partition(":")
+    try:
+        policy = getattr(import_module(module), factory)()
+    except Exception as error:
+        raise ConfigError(
+            f"{name!r} is no `module:factory` that can be called: {type(error).__name__}: {error}",
+            field="scheduling_policy",
+        ) from error
+    if not isinstance(policy, Policy):
+        missing = [need for need in REQUIRED if not hasattr(policy, need)]
+        raise ConfigError(
+            f"{name!r} gives a {type(policy).__name__}, which lacks {', '.join(missing)}", field="scheduling_policy"
+        )
+    return policy

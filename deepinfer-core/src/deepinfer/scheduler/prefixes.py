@@ -41,14 +41,21 @@ class PrefixReuse:
             self._sequences.on_release(0, pages)
 
     def begin(self, request: Request) -> None:
-        """Let a prompt begin at the deepest place that the cache knows."""
-        if self._prefix is None:
-            return
-        chain = request.chain = self._prefix.begin(request.prompt, reuse=request.reuse_prefix)
-        if chain.pages.size:
-            self._sequences.adopt(request, chain.pages)
-            self._changes.slot_copies.append((chain.restore, request.slot))
-        request.num_cached_tokens = request.num_forwarded = int(self._sequences.scheduled[request.slot])
+        """Let a request that has just entered begin its prefill at the deepest place that the cache knows."""
+        if self._prefix is not None:
+            again = request.replayed.size > 0
+            chain = self._prefix.begin(
+                request.tokens, num_prompt_tokens=request.num_prompt_tokens, reuse=request.reuse_prefix or again
+            )
+            if request.chain is not None:  # It lost its state: what it published stands and falls with what follows.
+                chain.own = request.chain.own
+            request.chain = chain
+            if chain.pages.size:
+                self._sequences.adopt(request, chain.pages)
+                self._changes.slot_copies.append((chain.restore, request.slot))
+        request.start = request.num_forwarded = int(self._sequences.scheduled[request.slot])
+        if not request.num_preemptions:
+            request.num_cached_tokens = request.start
 
     def cut(self, request: Request, start: int, rows: int) -> int:
         """Rows of a chunk that begins at `start`, fewer if a snapshot is wanted inside it."""
@@ -90,7 +97,8 @@ class PrefixReuse:
         """
         if self._prefix is not None and request.chain is not None:
             length = min(request.num_forwarded, request.num_prompt_tokens + len(output))
-            self._prefix.publish(request.chain, length, output, self._sequences.pages_of(request.slot))
+            later = output[request.replayed.size :]
+            self._prefix.publish(request.chain, length, later, self._sequences.pages_of(request.slot))
 
     def withdraw(self, request: Request) -> None:
         """Make what a request left in the cache unknown: its numbers are not sound."""

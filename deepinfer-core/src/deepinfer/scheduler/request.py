@@ -62,7 +62,7 @@ class SamplingRow:
 
 @dataclass(slots=True)
 class Parked:
-    """How far a preempted request was planned; corrected like that of a running one.
+    """How far a request whose state lies on the host was planned; corrected like that of a running one.
 
     Attributes:
         scheduled: positions that its steps may have written, at most.
@@ -86,10 +86,15 @@ class Request:
         sampling: sampling parameters.
         priority: the lower, the earlier it is admitted and the later it is preempted.
         arrival: order of arrival; names its host copy while it is preempted.
+        output: tokens generated so far, as the host knows; the engine appends them.
+        tokens: int64 [L], what its prefill runs: the prompt, and after a preemption without a host copy the output too.
+        start: position at which its prefill began, behind what was found in the cache.
         slot: state slot while running, else -1.
         footprint: pages that the whole request can need.
-        boosted: it was overtaken often enough to go before all others.
-        parked: its progress while it is preempted.
+        overtaken: younger requests that got a place while it was the oldest without one.
+        boosted: it was overtaken so often that it goes before all but older ones of its kind.
+        parked: its progress while it is preempted and its state lies on the host.
+        last_step: the last step that named it before it lost its state; it is not planned again before that is read.
         num_preemptions: times that it was preempted.
         reuse_prefix: False if every row of its prompt must run.
         scored: logits of every row of its prompt are wanted, which bounds its chunks.
@@ -106,11 +111,16 @@ class Request:
     sampling: SamplingRow = field(default_factory=SamplingRow)
     priority: int = 0
     arrival: int = -1
+    output: list[int] = field(default_factory=list)
+    tokens: NDArray[np.int64] = field(init=False)
+    start: int = 0
     state: RequestState = RequestState.QUEUED
     slot: int = -1
     footprint: int = 0
+    overtaken: int = 0
     boosted: bool = False
     parked: Parked | None = None
+    last_step: int = -1
     num_preemptions: int = 0
     reuse_prefix: bool = True
     scored: bool = False
@@ -120,15 +130,23 @@ class Request:
     num_forwarded: int = 0
     finish_reason: FinishReason | None = None
 
+    def __post_init__(self) -> None:
+        self.tokens = self.prompt
+
     @property
     def order_key(self) -> tuple[bool, int, int]:
-        """Smaller keys are admitted first and preempted last."""
-        return (not self.boosted, self.priority, self.arrival)
+        """Order by priority and arrival: smaller keys are more urgent."""
+        return (not self.boosted, 0 if self.boosted else self.priority, self.arrival)
 
     @property
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return int(self.prompt.size)
+
+    @property
+    def replayed(self) -> NDArray[np.int64]:
+        """Generated tokens that its prefill runs again."""
+        return self.tokens[self.prompt.size :]
 
     @property
     def is_finished(self) -> bool:

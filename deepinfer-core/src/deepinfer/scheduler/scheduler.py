@@ -14,8 +14,9 @@ from deepinfer.scheduler.assembly import StepRows, assemble
 from deepinfer.scheduler.config import SchedulerConfig
 from deepinfer.scheduler.plan import Changes, Move, StepPlan
 from deepinfer.scheduler.policy import DraftPlanner, Policy, PriorityOrder
+from deepinfer.scheduler.preemption import Preemption
 from deepinfer.scheduler.prefixes import PrefixReuse
-from deepinfer.scheduler.request import FinishReason, Parked, Request, RequestState
+from deepinfer.scheduler.request import FinishReason, Request, RequestState
 from deepinfer.scheduler.sequences import Sequences
 
 __all__ = ["ScheduledStep", "Scheduler"]
@@ -33,15 +34,16 @@ class Scheduler:
     """Admits, chunks, preempts and plans; knows bounds of lengths, never a token's value.
 
     A step takes one row of every decoding sequence and its draft rows first, then prefill chunks, most urgent prompt
-    first. Order is that of `Request.order_key`. Without a `planner` every sequence verifies as many drafts as there are
-    rows for; with one as many as it says.
+    first. The order is that of the policy's `rank`. Without a `planner` every sequence verifies as many drafts as there
+    are rows for; with one as many as it says.
 
     Pages: a request is admitted when a slot and the pages of its whole prompt are free beside a reserve of one page per
     running sequence; those pages are its own until it is through its prompt. Later pages are granted when a step first
     reaches them. When they run out, drafts are left away first; pages that are about to come back are waited for; else
-    the least urgent request is preempted: its pages, slot and record go to the host and it queues with its old place,
-    to resume exactly there. A request whose footprint, ceil((prompt + max_tokens - 1 + lookahead) / page_size) pages,
-    exceeds the pool is refused, so the most urgent one always runs.
+    the least urgent request is preempted and queues with its old place: its pages, slot and record go to the host, to
+    resume exactly there, or are given up where `host_bytes` are spent, to run again. A request whose footprint,
+    ceil((prompt + max_tokens - 1 + lookahead) / page_size) pages, exceeds the pool is refused, so the most urgent one
+    always runs.
 
     Waiting is bounded: the most urgent running request has a row in every step, and every decoding sequence has unless
     pages have run out; the most urgent prompt gets at least half the rows that max_num_batched_tokens leaves beside one
@@ -73,8 +75,7 @@ class Scheduler:
         self.changes = Changes()
         self.sequences = Sequences(config, pages, slots, prefix, self.changes)
         self.reuse = PrefixReuse(prefix, self.sequences, self.changes)
-        self.num_preemptions = 0
-        """Times that a request was preempted."""
+        self.preemption = Preemption(config, self.sequences, self.reuse, self.changes)
         self._by_id: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
         self._draining: list[Request] = []
@@ -163,9 +164,7 @@ class Scheduler:
             if state is not RequestState.LOADING:
                 self.queue.remove(request)
             self.reuse.end(request)
-            if state is RequestState.PREEMPTED:
-                self.changes.dropped.append(request.arrival)
-                request.parked = None
+            self.preemption.forget(request)
             return
         self._prefilling.pop(request.request_id, None)
         self.sequences.active[request.slot] = False
@@ -230,7 +229,7 @@ class Scheduler:
     def _plan(self) -> ScheduledStep | None:
         config = self.config
         if config.preempt_every and self._next_step % config.preempt_every == config.preempt_every - 1:
-            self.preempt_worst()
+            self._preempt_without_need()
         decoding, counts = self._decode_rows()
         self.sequences.grant(decoding, counts)
         budget = config.max_num_batched_tokens - int(counts.sum())
@@ -255,6 +254,7 @@ class Scheduler:
             snapshots=snapshots,
         )
         self.changes.clear()
+        self.preemption.host.settle(plan)
         self._next_step += 1
         return ScheduledStep(plan, tuple(self.sequences.owner[rows.slots].tolist()))
 
@@ -281,7 +281,7 @@ class Scheduler:
         for request, _ in chunks:
             if sequences.scheduled[request.slot] >= sequences.prompt_length[request.slot]:
                 del self._prefilling[request.request_id]
-        return StepRows(slots, counts, starts, samples, lengths, chunks)
+        return StepRows(slots, counts, starts, samples, chunks)
 
     def _decode_rows(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Decoding sequences and their rows, as far as pages last; preempts where they do not."""
@@ -295,7 +295,7 @@ class Scheduler:
             if self._pages_return() or not self.preempt_worst():
                 # The least urgent ones that need a page sit this step out.
                 owners = self.sequences.owner[decoding].tolist()
-                order = sorted(range(decoding.size), key=lambda index: owners[index].order_key)
+                order = sorted(range(decoding.size), key=lambda index: self.queue.rank(owners[index]))
                 fits = np.cumsum(missing[order]) <= available
                 kept = np.sort(np.array(order, np.int64)[fits | (missing[order] == 0)])
                 return decoding[kept], counts[kept]
@@ -336,26 +336,25 @@ class Scheduler:
         candidates = self.sequences.unfinished()
         if not candidates:
             return False
-        self._preempt(max(candidates, key=lambda request: request.order_key))
+        self._preempt(max(candidates, key=self.queue.rank))
         return True
 
+    def _preempt_without_need(self) -> None:
+        """Preempt for a test. One that would run again must have drawn since it entered, or it might never end."""
+        draws, keeps = self.sequences.draws, self.preemption.keeps
+        candidates = [item for item in self.sequences.unfinished() if draws[item.slot] or keeps(item)]
+        if candidates:
+            self._preempt(max(candidates, key=self.queue.rank))
+
     def _preempt(self, request: Request) -> None:
-        """Take pages and slot of a request; the next plan copies them to the host before anyone can write them."""
-        slot = request.slot
-        granted = int(self.sequences.granted[slot])
-        request.parked = Parked(int(self.sequences.scheduled[slot]), int(self.sequences.draws[slot]), granted)
-        pages = self.sequences.pages_of(slot).copy()
-        self.changes.saves.append(Move(request.arrival, slot, pages, self.sequences.vacate(request)))
+        self.preemption.take_place(request)
         self._prefilling.pop(request.request_id, None)
-        request.state = RequestState.PREEMPTED
-        request.num_preemptions += 1
-        self.num_preemptions += 1
         self.queue.push(request)
 
     def _take_chunks(self, budget: int) -> list[tuple[Request, int]]:
         """Chunks of the prompts in progress, most urgent first; their pages are promised."""
         chunks: list[tuple[Request, int]] = []
-        for request in sorted(self._prefilling.values(), key=lambda item: item.order_key):
+        for request in sorted(self._prefilling.values(), key=self.queue.rank):
             if budget == 0:
                 break
             chunk = self._chunk(request, budget)
@@ -375,17 +374,16 @@ class Scheduler:
         sequences = self.sequences
         while budget > 0 and sequences.num_running < self.config.max_num_seqs and self.slots.num_free:
             request = self.queue.peek()
-            if request is None:
+            if request is None or request.last_step > self._completed:
                 break
-            if self._entry_pages(request) + sequences.num_running > sequences.num_available_pages:
+            if self.preemption.entry_pages(request) + sequences.num_running > sequences.num_available_pages:
                 break
             self.queue.remove(request)
             if request.parked is None:
                 admitted.append(request)
-                self.sequences.enter(request)
-                self.reuse.begin(request)
+                self.preemption.enter(request)
             else:
-                restores.append(self._resume(request))
+                restores.append(self.preemption.resume(request, request.parked))
             if self.sequences.scheduled[request.slot] < self.sequences.prompt_length[request.slot]:
                 self._prefilling[request.request_id] = request
                 chunk = self._chunk(request, budget)
@@ -397,30 +395,12 @@ class Scheduler:
                 budget -= 1
         return admitted, resumed, restores
 
-    def _entry_pages(self, request: Request) -> int:
-        """Pages that must be free for a request to start or resume."""
-        parked = request.parked or Parked(0, 0, 0)
-        positions = max(request.num_prompt_tokens, parked.scheduled + 1)
-        return max(parked.granted, -(-positions // self.config.page_size))
-
-    def _resume(self, request: Request) -> Move:
-        """Give a preempted request a slot and as many pages as it had."""
-        parked = request.parked
-        if parked is None:
-            raise RuntimeError(f"request {request.request_id!r} is not preempted")
-        self.sequences.enter(request)
-        request.parked = None
-        slot = request.slot
-        pages = self.sequences.extend(np.array([slot], np.int32), np.array([parked.granted], np.int32))
-        self.sequences.scheduled[slot], self.sequences.draws[slot] = parked.scheduled, parked.draws
-        return Move(request.arrival, slot, pages)
-
     def _chunk(self, request: Request, budget: int) -> int:
         start = int(self.sequences.scheduled[request.slot])
         left = int(self.sequences.prompt_length[request.slot]) - start
         limit = self.config.max_prefill_chunk
         rows = min(left, budget) if limit is None else min(left, budget, limit)
-        if request.scored:
+        if request.scored and not request.replayed.size:
             rows = min(rows, max(1, self._scored_left))
             self._scored_left -= rows
         return self.reuse.cut(request, start, rows)

@@ -22,8 +22,8 @@ class Sequences:
     Attributes:
         active: bool [slots], whether the slot's request is running and not finished.
         single_row: bool [slots], whether it decodes without drafts.
-        prompt_length: int32 [slots], tokens of its prompt.
-        max_draws: int32 [slots], tokens that it may draw.
+        prompt_length: int32 [slots], tokens that its prefill runs.
+        max_draws: int32 [slots], tokens that it may draw after them.
         scheduled: int32 [slots], positions that planned rows reach, at most.
         draws: int32 [slots], tokens drawn in planned steps, at least.
         granted: int32 [slots], pages that it has.
@@ -120,8 +120,8 @@ class Sequences:
         self.owner[slot] = request
         self.active[slot] = True
         self.single_row[slot] = request.single_row
-        self.prompt_length[slot] = request.num_prompt_tokens
-        self.max_draws[slot] = request.max_tokens
+        self.prompt_length[slot] = request.tokens.size
+        self.max_draws[slot] = request.max_tokens - request.replayed.size
         self.scheduled[slot] = self.draws[slot] = self.granted[slot] = 0
         self.last_step[slot] = -1
 

@@ -83,12 +83,16 @@ def pid_of(llm: AsyncLLM) -> int:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone; it may need a moment."""
+    """Whether a process is gone; it may need a moment. One that nobody has waited for yet is gone too."""
     for _ in range(1200):
         try:
             os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
         except ProcessLookupError:
             return True
+        except FileNotFoundError:
+            pass
         time.sleep(0.05)
     return False
 

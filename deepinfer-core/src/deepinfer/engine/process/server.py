@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -168,7 +169,7 @@ def start_engine(channel: Channel, setup: Setup) -> LocalEngine:
     return LocalEngine.build(loaded, settings, **setup.options)
 
 
-def serve(channel: Channel, start: Any = start_engine) -> int:
+def serve(channel: Channel, start: Callable[[Channel, Setup], LocalEngine]) -> int:
     """Greet the front end, start what it asks for and serve it; the exit code of the process.
 
     Args:
