@@ -129,8 +129,8 @@ def test_speculation(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         # Nine of ten drafts of one request and one of ten of the other.
         assert 0.2 < report["lengths"][1]["acceptance"] < 0.8
         assert report["lengths"][block]["steps"] < report["lengths"][0]["steps"]
-    assert list(report["step_seconds"]) == ["no drafter", *(f"{count} verified" for count in range(block + 1))]
-    assert all(seconds > 0 for seconds in report["step_seconds"].values())
+    assert list(report["step_times"]) == ["no drafter", *(f"{count} verified" for count in range(block + 1))]
+    assert all(times["seconds"] > 0 < times["processor_seconds"] for times in report["step_times"].values())
     assert "a step of 2 sequences: no drafter " in shown
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

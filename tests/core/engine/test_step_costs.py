@@ -15,6 +15,10 @@ from deepinfer.sampling.params import SamplingParams
 DRAFTS = 2
 
 
+class OtherDrafter(ScriptedDrafter):
+    """Takes times of its own."""
+
+
 @pytest.fixture
 def make(fake_model: Any, make_engine: Any, tmp_path: Path) -> Any:
     def build(drafter: Any = None, **options: Any) -> Any:
@@ -43,7 +47,8 @@ def test_costs_are_measured_once_and_kept(make: Any, fake_model: Any, tmp_path: 
     assert path.read_bytes() == measured
     make(max_num_seqs=2).close()
     assert max(fake_model.rows_seen) == 2 * (1 + DRAFTS)
-    assert len(list((tmp_path / "costs").iterdir())) == 2
+    make(OtherDrafter(DRAFTS, {}, 0.5)).close()
+    assert len(list((tmp_path / "costs").iterdir())) == 3, "whatever changes the time of a step is part of the key"
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

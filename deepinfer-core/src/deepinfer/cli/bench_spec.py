@@ -29,10 +29,15 @@ SCHEDULED = "scheduled"
 
 @dataclass(frozen=True)
 class _Run:
-    """One engine over all requests: its tokens by request, and what became of its drafts in all its runs."""
+    """One engine over all requests: its tokens by request, and what became of its drafts in all its runs.
+
+    The processor's seconds are those of this process: what the host does, and on the CPU backend everything, whatever
+    else the machine is busy with.
+    """
 
     tokens: list[list[int]]
     seconds: float
+    processor_seconds: float
     steps: int
     drafts: dict[str, Any] | None = None
 
@@ -103,7 +108,8 @@ def _measure(
         job.params["temperature"] = temperature
     baseline = _best(plain, settings, jobs, 0, False, None, repeats)
     sequences = min(len(jobs), settings.max_num_seqs)
-    step_seconds = {"no drafter": _time_steps(plain, settings, sequences, 0)[0]}
+    (steps,) = _time_steps(plain, settings, sequences, 0)
+    step_times = {"no drafter": steps}
     del plain
     loaded = load_model(name, settings.model_copy(update={"use_nextn_decode": None}))
     block = loaded.model.traits.max_drafts
@@ -120,7 +126,7 @@ def _measure(
         run = _best(loaded, settings, jobs, drafts, scheduled, script, repeats)
         entries.append(_entry(SCHEDULED if scheduled else str(drafts), run, baseline))
     drafting = _time_steps(loaded, settings, sequences, block)
-    step_seconds |= {f"{drafts} verified": seconds for drafts, seconds in enumerate(drafting)}
+    step_times |= {f"{drafts} verified": times for drafts, times in enumerate(drafting)}
     return {
         "version": __version__,
         "model": str(name),
@@ -132,7 +138,7 @@ def _measure(
         "block_size": block,
         "lengths": entries,
         "sequences": sequences,
-        "step_seconds": step_seconds,
+        "step_times": step_times,
     }
 
 
@@ -156,14 +162,18 @@ def _best(
         if drafter is not None:
             _attach(drafter, core)
         _serve(core, jobs)
-        fastest = min((_serve(core, jobs) for _ in range(repeats)), key=lambda run: run.seconds)
-        return replace(fastest, drafts=None if core.speculation is None else core.speculation.to_dict())
+        runs = [_serve(core, jobs) for _ in range(repeats)]
+        return replace(
+            min(runs, key=lambda run: run.seconds),
+            processor_seconds=min(run.processor_seconds for run in runs),
+            drafts=None if core.speculation is None else core.speculation.to_dict(),
+        )
     finally:
         core.close()
 
 
-def _time_steps(loaded: LoadedModel, settings: Settings, sequences: int, block: int) -> list[float]:
-    """Seconds of decode steps in which every sequence drafts a block and verifies 0, 1, ... of its drafts."""
+def _time_steps(loaded: LoadedModel, settings: Settings, sequences: int, block: int) -> list[dict[str, float]]:
+    """Times of decode steps in which every sequence drafts a block and verifies 0, 1, ... of its drafts."""
     from deepinfer.engine.build import build_engine
     from deepinfer.engine.step_costs import time_step
 
@@ -171,8 +181,15 @@ def _time_steps(loaded: LoadedModel, settings: Settings, sequences: int, block: 
     changed = settings.model_copy(update={"use_nextn_decode": block, "max_num_seqs": 2 * sequences})
     core = build_engine(loaded, changed).core
     try:
-        rows = (sequences * (1 + drafts) for drafts in range(block + 1))
-        return [time_step(core.runner, core.scheduler.config, count, sequences) for count in rows]
+        clocks = {"seconds": time.perf_counter, "processor_seconds": time.process_time}
+        config = core.scheduler.config
+        return [
+            {
+                name: time_step(core.runner, config, sequences * (1 + drafts), sequences, clock)
+                for name, clock in clocks.items()
+            }
+            for drafts in range(block + 1)
+        ]
     finally:
         core.close()
 
@@ -187,7 +204,7 @@ def _serve(core: EngineCore, jobs: Sequence[Job]) -> _Run:
     """Run all requests at once."""
     from deepinfer.sampling.params import SamplingParams
 
-    steps, start = core.stats.steps, time.perf_counter()
+    steps, start, processor_start = core.stats.steps, time.perf_counter(), time.process_time()
     generations = [
         core.add(
             str(index),
@@ -200,11 +217,12 @@ def _serve(core: EngineCore, jobs: Sequence[Job]) -> _Run:
     ]
     while core.num_unfinished:
         core.step()
-    seconds = time.perf_counter() - start
+    seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_start
     for generation in generations:
         if generation.error is not None:
             raise generation.error
-    return _Run([generation.token_ids for generation in generations], seconds, core.stats.steps - steps)
+    tokens = [generation.token_ids for generation in generations]
+    return _Run(tokens, seconds, processor_seconds, core.stats.steps - steps)
 
 
 def _entry(label: str, run: _Run, baseline: _Run) -> dict[str, Any]:
@@ -216,6 +234,8 @@ def _entry(label: str, run: _Run, baseline: _Run) -> dict[str, Any]:
         "generated_tokens": tokens,
         "tokens_per_second": tokens / run.seconds,
         "speedup": baseline.seconds / run.seconds,
+        "processor_seconds": run.processor_seconds,
+        "processor_speedup": baseline.processor_seconds / run.processor_seconds,
         "steps": run.steps,
         "steps_per_second": run.steps / run.seconds,
         "same_tokens": run.tokens == baseline.tokens,
@@ -236,12 +256,13 @@ def _table(report: dict[str, Any]) -> str:
     source = "the model's own drafts" if rates is None else f"scripted acceptance {', '.join(map(str, rates))}"
     lines = [
         f"{report['num_requests']} requests, {source}",
-        f"  {'drafts':<10}{'tokens/s':>10}{'speedup':>9}{'steps/s':>9}{'ms/step':>9}{'verified':>10}{'accepted':>10}"
-        f"{'tokens a step':>15}{'same tokens':>13}",
+        f"  {'drafts':<10}{'tokens/s':>10}{'speedup':>9}{'processor':>11}{'steps/s':>9}{'ms/step':>9}"
+        f"{'verified':>10}{'accepted':>10}{'tokens a step':>15}{'same tokens':>13}",
     ]
     for entry in report["lengths"]:
         row = (
             f"  {entry['drafts']:<10}{entry['tokens_per_second']:>10,.1f}{entry['speedup']:>9.2f}"
+            f"{entry['processor_speedup']:>11.2f}"
             f"{entry['steps_per_second']:>9.1f}{1000 / entry['steps_per_second']:>9.2f}"
         )
         if "acceptance" in entry:
@@ -250,7 +271,7 @@ def _table(report: dict[str, Any]) -> str:
                 f"{entry['tokens_per_sequence_step']:>15.2f}{'yes' if entry['same_tokens'] else 'no':>13}"
             )
         lines.append(row)
-    times = [f"{what} {1000 * seconds:.2f} ms" for what, seconds in report["step_seconds"].items()]
+    times = [f"{what} {1000 * times['seconds']:.2f} ms" for what, times in report["step_times"].items()]
     return "\n".join([*lines, f"  a step of {report['sequences']} sequences: {', '.join(times)}"])
 
 
