@@ -100,8 +100,36 @@ class Settings(BaseSettings):
     max_model_len: int | None = Field(
         None, ge=1, description="Most tokens of prompt and output together. Empty: what the model and the memory allow."
     )
-    use_nextn_decode: int = Field(
-        5, ge=0, description="Most draft tokens per sequence and step (N); 0 turns drafting off."
+
+    # Speculation.
+    use_nextn_decode: int | None = Field(
+        None,
+        ge=0,
+        description="Most draft tokens per sequence and step (N), up to the block size that the checkpoint was trained "
+        "for; 0 turns speculation off. Empty: the block size, 5 in the release.",
+    )
+    enable_mtp_varlen: bool = Field(
+        False,
+        description="Verify as many drafts of each sequence as pay off, from the drafter's confidences and the "
+        "measured time of steps. Off: all of them.",
+    )
+    draft_verification: Literal["coupled", "rejection"] = Field(
+        "coupled",
+        description="`coupled` accepts a draft if it is the token that the model itself draws there: speculation never "
+        "changes a token. `rejection` accepts more at temperatures above 0 and keeps the distribution, not the tokens.",
+    )
+    dflash_confidence_head_temperature: str = Field(
+        "1.0",
+        description="Temperature of the drafter's confidences: one number, or a comma list with one for each position "
+        "of the block.",
+    )
+    decode_perf_cache_dir: Path | None = Field(
+        None,
+        description="Directory for the measured times of decode steps, which `enable_mtp_varlen` needs. Empty: "
+        "`step_costs` in `cache_dir`.",
+    )
+    decode_perf_cache_ttl_sec: float = Field(
+        3600.0, gt=0.0, description="Seconds after which these times are measured anew."
     )
 
     yoco_prefill_truncation_mode: Literal["off", "mask", "compact"] = Field(
@@ -205,13 +233,24 @@ class Settings(BaseSettings):
     def _lower(cls, value: str) -> str:
         return value.lower() or "auto"
 
+    @field_validator("dflash_confidence_head_temperature")
+    @classmethod
+    def _check_temperatures(cls, value: str) -> str:
+        try:
+            allowed = all(0 < float(part) < float("inf") for part in value.split(","))
+        except ValueError:
+            allowed = False
+        if not allowed:
+            raise ValueError("one positive number, or a comma list of them")
+        return value
+
     @model_validator(mode="after")
     def _check_budget(self) -> Settings:
-        rows = self.max_num_seqs * (1 + self.use_nextn_decode)
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} cannot hold one row for each of "
-                f"max_num_seqs={self.max_num_seqs} sequences; use at least {self.max_num_seqs} ({rows} with drafts)"
+                f"max_num_seqs={self.max_num_seqs} sequences; use at least {self.max_num_seqs}, and as many again for "
+                "every draft (DEEPINFER_USE_NEXTN_DECODE)"
             )
         return self
 
@@ -220,10 +259,14 @@ class Settings(BaseSettings):
         """Prompt tokens that bounded replay keeps; 0 without it."""
         return 0 if self.yoco_prefill_truncation_mode == "off" else self.yoco_prefill_keep_tokens
 
-    @property
-    def token_budget(self) -> int:
+    def token_budget(self, num_drafts: int) -> int:
         """Rows of one step: the setting, or enough for every sequence's draft block and a useful prompt chunk."""
-        return self.max_num_batched_tokens or max(512, self.max_num_seqs * (1 + self.use_nextn_decode))
+        return self.max_num_batched_tokens or max(512, self.max_num_seqs * (1 + num_drafts))
+
+    @property
+    def confidence_temperatures(self) -> tuple[float, ...]:
+        """Temperatures of the drafter's confidences: one, or one for each position of its block."""
+        return tuple(float(part) for part in self.dflash_confidence_head_temperature.split(","))
 
     def numerics(self) -> Numerics:
         """The numerics settings as backends take them (imports torch)."""
@@ -335,13 +378,15 @@ def _as_config_error(error: ValidationError, given: Mapping[str, Any]) -> Config
 def _problem_text(name: str, item: Any) -> str:
     if not item["loc"]:
         return str(item["ctx"]["error"])
-    annotation = Settings.model_fields[name].annotation
-    if annotation is bool:
+    annotation, context = Settings.model_fields[name].annotation, item.get("ctx") or {}
+    if "error" in context:
+        allowed = str(context["error"])
+    elif annotation is bool:
         allowed = "1, true, yes, on, 0, false, no, off or empty"
     elif get_origin(annotation) is Literal:
         allowed = ", ".join(get_args(annotation))
     else:
         bounds = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-        limits = [f"{bounds[key]} {value}" for key, value in (item.get("ctx") or {}).items() if key in bounds]
+        limits = [f"{bounds[key]} {value}" for key, value in context.items() if key in bounds]
         allowed = " ".join([_type_text(annotation), *limits])
     return f"{item['input']!r} is not allowed; allowed: {allowed}"

@@ -33,7 +33,8 @@ def test_defaults_are_the_release():
     assert numerics.cache_quant
     assert not numerics.batch_invariant
     assert settings.accelerator == "auto"
-    assert settings.use_nextn_decode == 5
+    assert settings.use_nextn_decode is None
+    assert (settings.draft_verification, settings.enable_mtp_varlen) == ("coupled", False)
     assert settings.page_size == 128
 
 
@@ -94,8 +95,18 @@ def test_wrong_argument_is_named_as_the_user_wrote_it():
 def test_budget_must_hold_every_sequence():
     with pytest.raises(ConfigError, match="max_num_batched_tokens=3 cannot hold one row for each of max_num_seqs=4"):
         load_settings(max_num_batched_tokens=3, max_num_seqs=4)
-    assert load_settings(max_num_seqs=200).token_budget == 1200
-    assert load_settings(max_num_batched_tokens=64).token_budget == 64
+    assert load_settings(max_num_seqs=200).token_budget(5) == 1200
+    assert load_settings(max_num_batched_tokens=64).token_budget(5) == 64
+
+
+def test_confidence_temperatures(monkeypatch):
+    assert load_settings().confidence_temperatures == (1.0,)
+    monkeypatch.setenv("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "0.5, 2")
+    assert load_settings().confidence_temperatures == (0.5, 2.0)
+    for wrong in ("0", "1,-2", "warm", "1,,2", "nan"):
+        monkeypatch.setenv("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", wrong)
+        with pytest.raises(ConfigError, match=f"'{wrong}' is not allowed; allowed: one positive number, or a comma"):
+            load_settings()
 
 
 def test_unknown_variable_is_warned_with_the_nearest_name(monkeypatch, caplog):

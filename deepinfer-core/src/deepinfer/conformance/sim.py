@@ -272,8 +272,11 @@ class StubRunner:
         counts = plan.sample_counts.astype(np.int64)
         rows = int(counts.sum())
         starts = torch.from_numpy(np.cumsum(counts) - counts)
-        tokens = torch.full((rows,), self.token)
-        return DeviceStep(tokens, torch.zeros(rows, dtype=torch.int32), starts, torch.from_numpy(counts))
+        tokens, sampled = torch.full((rows,), self.token), torch.from_numpy(counts)
+        drafts = torch.full((counts.size, self.num_drafts), self.token)
+        return DeviceStep(
+            tokens, torch.zeros(rows, dtype=torch.int32), starts, sampled, sampled, drafts, torch.ones(drafts.shape)
+        )
 
     def released(self, slot: int, pages: NDArray[np.int32]) -> None:
         """Nothing is held."""

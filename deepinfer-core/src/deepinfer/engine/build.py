@@ -21,13 +21,17 @@ from deepinfer.engine.loader import LoadedModel
 from deepinfer.engine.memory_plan import MemoryPlan, MemoryRequest
 from deepinfer.engine.prefix_tiers import PrefixTiers, make_stores
 from deepinfer.engine.runner import Drafter, ModelRunner, history_length
-from deepinfer.engine.sampler import sampler_bytes, sampler_table_bytes
+from deepinfer.engine.sampler import sampler_bytes
+from deepinfer.engine.slot_tables import slot_table_bytes
+from deepinfer.engine.step_costs import step_costs
 from deepinfer.errors import ConfigError
+from deepinfer.models.traits import number_of_drafts
 from deepinfer.ops.sampling import sampling_bytes
 from deepinfer.ops.step import SlotRecords
 from deepinfer.scheduler.config import SchedulerConfig
 from deepinfer.scheduler.policy import Policy, load_policy
 from deepinfer.scheduler.scheduler import Scheduler
+from deepinfer.speculative.planner import VerificationPlanner
 
 if TYPE_CHECKING:
     from deepinfer.observe.recorder import StepObserver
@@ -48,7 +52,12 @@ class BuiltEngine:
 
 
 def plan_memory(
-    loaded: LoadedModel, settings: Settings, *, num_pages: int | None = None, max_prefill_chunk: int | None = None
+    loaded: LoadedModel,
+    settings: Settings,
+    *,
+    num_drafts: int = 0,
+    num_pages: int | None = None,
+    max_prefill_chunk: int | None = None,
 ) -> tuple[MemoryPlan, SchedulerConfig]:
     """Size everything before anything is allocated.
 
@@ -57,6 +66,7 @@ def plan_memory(
     Args:
         loaded: the model.
         settings: limits of sequences, rows, context and memory.
+        num_drafts: of a sequence and step.
         num_pages: pages to hand out; None: as many as can be useful and fit.
         max_prefill_chunk: longest chunk of one prompt in a step.
 
@@ -72,15 +82,17 @@ def plan_memory(
         raise ConfigError(f"{asked} exceeds the model's context of {traits.context} tokens", field="max_model_len")
     context = traits.context if asked is None else asked
     sequences = settings.max_num_seqs
-    pages_each = -(-context // traits.page_size)
-    rows = settings.token_budget
+    lookahead = num_drafts if settings.zero_overhead_scheduling else 0
+    pages_each = -(-(context + lookahead) // traits.page_size)
+    rows = settings.token_budget(num_drafts)
     snapshots = _num_snapshots(loaded, settings)
+    proposals = num_drafts if settings.draft_verification == "rejection" else 0
     request = MemoryRequest(
         weights=traits.weight_bytes,
         workspaces=loaded.model.workspace_bytes(StepLimits(rows=rows, sequences=sequences, context=context)),
-        logits=_logits_bytes(sequences, min(rows, SchedulerConfig.max_scored_rows), traits.vocab_size),
-        tables=sampler_table_bytes(sequences + 1, traits.vocab_size),
-        records=_records_bytes(sequences + 1, pages_each, traits.ngram_size, traits.max_drafts),
+        logits=_logits_bytes(sequences, num_drafts, min(rows, SchedulerConfig.max_scored_rows), traits.vocab_size),
+        tables=slot_table_bytes(sequences + 1, traits.vocab_size, proposals),
+        records=_records_bytes(sequences + 1, pages_each, traits.ngram_size, num_drafts),
         slot_bytes=traits.slot_bytes,
         page_bytes=traits.page_bytes,
         num_slots=sequences + 1 + snapshots,
@@ -91,9 +103,11 @@ def plan_memory(
     config = SchedulerConfig(
         max_num_seqs=sequences,
         max_num_batched_tokens=rows,
-        max_model_len=min(context, (plan.num_pages - 1) * traits.page_size) if asked is None else asked,
+        max_model_len=min(context, (plan.num_pages - 1) * traits.page_size - lookahead) if asked is None else asked,
         page_size=traits.page_size,
         max_prefill_chunk=max_prefill_chunk,
+        num_drafts=num_drafts,
+        lookahead=lookahead,
         history_width=traits.ngram_size - 1,
         keep_tokens=settings.replay_keep,
         host_bytes=settings.preemption_host_bytes,
@@ -112,26 +126,29 @@ def build_engine(
     poison_released: bool = False,
     preempt_every: int = 0,
     drafter: Drafter | None = None,
-    speculate: bool = False,
     executor: Callable[[ModelRunner], Executor] | None = None,
     policy: Policy | None = None,
 ) -> BuiltEngine:
     """Allocate what `plan_memory` planned and put the loop together; arguments and errors as there.
 
+    Raises:
+        ConfigError: more drafts than the model proposes.
+
     Args:
         poison_released: overwrite freed cache memory with NaN bytes (tests).
         preempt_every: preempt a request in every so many steps (tests).
-        drafter: proposes `settings.use_nextn_decode` tokens a step.
-        speculate: without a drafter, let the model propose them.
+        drafter: proposes `settings.use_nextn_decode` tokens a step instead of the model (tests).
         executor: runs the steps; None: a worker thread, or the caller's with the synchronous loop.
         policy: queue and order of the requests; None: what `settings.scheduling_policy` names.
     """
-    plan, config = plan_memory(loaded, settings, num_pages=num_pages, max_prefill_chunk=max_prefill_chunk)
+    num_drafts = settings.use_nextn_decode or 0
+    if drafter is None:
+        num_drafts = number_of_drafts(settings.use_nextn_decode, loaded.model.traits.max_drafts)
+    plan, config = plan_memory(
+        loaded, settings, num_drafts=num_drafts, num_pages=num_pages, max_prefill_chunk=max_prefill_chunk
+    )
     depth = 2 if settings.zero_overhead_scheduling else 1
-    num_drafts = settings.use_nextn_decode if drafter is not None else 0
-    if drafter is None and speculate:
-        num_drafts = min(settings.use_nextn_decode, loaded.model.traits.max_drafts)
-    config = replace(config, preempt_every=preempt_every, num_drafts=num_drafts, lookahead=num_drafts * (depth - 1))
+    config = replace(config, preempt_every=preempt_every)
     _attach_workspace(loaded, config)
     num_slots = config.max_num_seqs + 1
     num_snapshots = plan.request.num_slots - num_slots
@@ -143,6 +160,7 @@ def build_engine(
         max_pages=config.max_pages,
         num_drafts=num_drafts,
         drafter=drafter,
+        rejection=settings.draft_verification == "rejection",
         poison_released=poison_released,
         runtime=loaded.runtime,
     )
@@ -150,8 +168,9 @@ def build_engine(
         executor = ThreadExecutor if depth > 1 else InlineExecutor
     pages = PagePool(plan.num_pages)
     prefix, exchange = _prefix_cache(loaded, settings, pages, num_slots, num_snapshots)
+    planner = _planner(loaded, settings, runner, config)
     policy = load_policy(settings.scheduling_policy) if policy is None else policy
-    scheduler = Scheduler(config, pages, SlotPool(num_slots), policy=policy, prefix=prefix)
+    scheduler = Scheduler(config, pages, SlotPool(num_slots), policy=policy, prefix=prefix, planner=planner)
     running = executor(runner)
     tiers = None
     if prefix is not None and exchange is not None:
@@ -164,9 +183,25 @@ def build_engine(
         depth=depth,
         tiers=tiers,
         grammars=grammars,
+        planner=planner,
         observers=_observers(settings),
     )
     return BuiltEngine(core, plan, config.max_model_len)
+
+
+def _planner(
+    loaded: LoadedModel, settings: Settings, runner: ModelRunner, config: SchedulerConfig
+) -> VerificationPlanner | None:
+    """Chooses how many drafts are verified; None: always as many as fit."""
+    if not settings.enable_mtp_varlen or not config.num_drafts:
+        return None
+    return VerificationPlanner(
+        config.max_num_seqs + 1,
+        config.num_drafts,
+        step_costs(loaded, settings, runner, config),
+        lookahead=1 if settings.zero_overhead_scheduling else 0,
+        unbiased=settings.draft_verification == "rejection",
+    )
 
 
 def _observers(settings: Settings) -> list[StepObserver]:
@@ -242,10 +277,13 @@ def _attach_workspace(loaded: LoadedModel, config: SchedulerConfig) -> None:
         loaded.backend.attach_workspace(loaded.runtime.alloc(nbytes))
 
 
-def _logits_bytes(sequences: int, scored_rows: int, vocab_size: int) -> int:
-    """Logits of a step that also scores prompts, and the larger of what works on them in turn."""
-    logits = torch.empty(sequences + scored_rows, vocab_size, dtype=torch.float32, device="meta")
-    return logits.nbytes + max(sampling_bytes(sequences, vocab_size), sampler_bytes(sequences, vocab_size))
+def _logits_bytes(sequences: int, num_drafts: int, scored_rows: int, vocab_size: int) -> int:
+    """Logits of a step that also scores prompts, those of its drafts, and the largest of what works on them in turn."""
+    sampled = sequences * (1 + num_drafts)
+    # The drafter keeps its logits draft by draft and returns them in one piece.
+    rows = sampled + scored_rows + 2 * sequences * num_drafts
+    logits = torch.empty(rows, vocab_size, dtype=torch.float32, device="meta")
+    return logits.nbytes + max(sampling_bytes(sampled, vocab_size), sampler_bytes(sampled, vocab_size))
 
 
 def _records_bytes(slots: int, max_pages: int, ngram_size: int, max_drafts: int) -> int:

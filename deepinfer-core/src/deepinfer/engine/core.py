@@ -20,13 +20,17 @@ from deepinfer.engine.outputs import RequestMetrics
 from deepinfer.engine.prefix_tiers import PrefixTiers
 from deepinfer.engine.results import Results
 from deepinfer.engine.runner import ModelRunner, StepResult
+from deepinfer.engine.speculation import Speculation
 from deepinfer.engine.stops import TextStream
 from deepinfer.errors import DeepInferError, EngineDead, GrammarError, InvalidRequest, RequestFailed
 from deepinfer.observe.recorder import LoopRecorder, StepObserver
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.slots import SlotSampling
+from deepinfer.scheduler.plan import StepPlan
 from deepinfer.scheduler.request import FinishReason, Request, RequestState, SamplingRow
 from deepinfer.scheduler.scheduler import ScheduledStep, Scheduler
+from deepinfer.speculative.planner import VerificationPlanner
+from deepinfer.speculative.statistics import SpeculationStatistics
 
 __all__ = ["EngineCore"]
 
@@ -58,6 +62,7 @@ class EngineCore:
             scheduler's `lookahead` must fit it.
         tiers: lower tiers of the scheduler's prefix cache.
         grammars: serves structured outputs; None: they are refused.
+        planner: the scheduler's, which hears of every result.
         observers: plain functions that hear of every step.
 
     A step with grammars is launched like any other and waits on the device's side, between forward pass and sampling,
@@ -74,11 +79,16 @@ class EngineCore:
         depth: int = 1,
         tiers: PrefixTiers | None = None,
         grammars: Grammars | None = None,
+        planner: VerificationPlanner | None = None,
         observers: Iterable[StepObserver] = (),
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.stats = EngineStats()
+        self._speculation: Speculation | None = None
+        if runner.num_drafts:
+            self._speculation = Speculation(runner.num_drafts, scheduler.slots.num_slots, planner, self._current)
+            self.stats.speculation = self._speculation.statistics
         self.recorder = LoopRecorder(observers)
         self._eos = runner.traits.eos_token_ids
         self._generations: dict[str, Generation] = {}
@@ -93,6 +103,11 @@ class EngineCore:
         self._last_read = 0.0
         if runner.poison_released:
             scheduler.sequences.on_release = self.executor.release
+
+    @property
+    def speculation(self) -> SpeculationStatistics | None:
+        """What speculation did; None where nothing is drafted."""
+        return self.stats.speculation
 
     @property
     def num_unfinished(self) -> int:
@@ -315,6 +330,8 @@ class EngineCore:
         if result is None:
             changed = self._fail(scheduled, failure, moved=step.pending.moves_done())
         else:
+            if self._speculation is not None:
+                self._speculation.read(scheduled, result)
             self.results.publish(scheduled, result)
             if self.tiers is not None:
                 self.tiers.export()
@@ -323,7 +340,10 @@ class EngineCore:
                 self._release_followers(generation)
         now = time.perf_counter()
         self.recorder.finished(scheduled.plan.step, step.launched, ready, now, failed=result is None)
-        self._count(scheduled, result, now - max(step.launched, self._last_read))
+        seconds = now - max(step.launched, self._last_read)
+        self._count(scheduled.plan, seconds)
+        if self._speculation is not None and result is not None and step.masks is None:
+            self._speculation.took(scheduled.plan, seconds)
         self._last_read = now
         return changed
 
@@ -383,14 +403,10 @@ class EngineCore:
         finished = self.stats.finished
         finished[str(reason)] = finished.get(str(reason), 0) + 1
 
-    def _count(self, scheduled: ScheduledStep, result: StepResult | None, seconds: float) -> None:
-        plan, stats = scheduled.plan, self.stats
+    def _count(self, plan: StepPlan, seconds: float) -> None:
+        stats = self.stats
         stats.preemptions = self.scheduler.preemption.num_preemptions
         stats.recomputations = self.scheduler.preemption.num_recomputations
-        if result is not None and self.runner.num_drafts:
-            verified = np.flatnonzero(~plan.is_prefill)
-            stats.drafted_tokens += int(plan.row_counts[verified].sum()) - verified.size
-            stats.accepted_drafts += int((result.accepted[verified] - 1).clip(min=0).sum())
         prefill = int(plan.row_counts[plan.is_prefill].sum())
         stats.steps += 1
         stats.prefill_rows += prefill

@@ -12,6 +12,7 @@ from deepinfer.grammar.compiler import CompiledGrammar
 from deepinfer.grammar.matcher import Matcher
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.scheduler.request import FinishReason, Request
+from deepinfer.speculative.statistics import SpeculationStatistics
 
 __all__ = ["EngineStats", "Generation"]
 
@@ -67,6 +68,8 @@ class EngineStats:
 
     Steps that hold prefill rows count as prefill time with all their rows. Rows of requests that had already ended are
     counted too: the asynchronous loop wastes one step's rows of a request whose end it could not foresee.
+
+    `speculation` is None where nothing is drafted.
     """
 
     steps: int = 0
@@ -77,6 +80,15 @@ class EngineStats:
     failed_steps: int = 0
     preemptions: int = 0
     recomputations: int = 0
-    drafted_tokens: int = 0
-    accepted_drafts: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+    speculation: SpeculationStatistics | None = None
+
+    @property
+    def verified_drafts(self) -> int:
+        """Drafts that the model judged."""
+        return 0 if self.speculation is None else int(self.speculation.verified.sum())
+
+    @property
+    def accepted_drafts(self) -> int:
+        """Those of them that stand."""
+        return 0 if self.speculation is None else int(self.speculation.accepted.sum())

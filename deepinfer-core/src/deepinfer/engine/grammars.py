@@ -24,7 +24,12 @@ from deepinfer.sampling.structured import StructuredOutput
 if TYPE_CHECKING:
     from deepinfer.settings import Settings
 
-__all__ = ["Grammars", "MaskGate", "check_grammars"]
+__all__ = ["CUT", "Grammars", "MaskGate", "Masks", "check_grammars"]
+
+CUT = -2
+Masks = tuple[NDArray[np.int32], NDArray[np.int64]]
+"""Mask rows int32 [M, ceil(V / 32)], and the mask row of each sampled row [R]: -1 for none, `CUT` for a row that is
+not accepted because its draft may not come there or is not known."""
 
 
 class MaskGate:
@@ -36,7 +41,7 @@ class MaskGate:
 
     def __init__(self) -> None:
         self._is_open = threading.Event()
-        self._masks: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None
+        self._masks: Masks | None = None
         self._is_cancelled = False
 
     @property
@@ -44,7 +49,7 @@ class MaskGate:
         """Whether nobody waits any more."""
         return self._is_open.is_set()
 
-    def open(self, masks: tuple[NDArray[np.int32], NDArray[np.int64]] | None) -> None:
+    def open(self, masks: Masks | None) -> None:
         """Let the step go on; see `take`."""
         self._masks = masks
         self._is_open.set()
@@ -54,10 +59,8 @@ class MaskGate:
         self._is_cancelled = not self.is_open
         self._is_open.set()
 
-    def take(self) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
-        """Wait for int32 [M, ceil(V / 32)] mask rows and int64 [R], the mask row of each sampled row, -1 for none.
-
-        None: no row of this step is masked.
+    def take(self) -> Masks | None:
+        """Wait for the masks; None: no row of this step is masked.
 
         Raises:
             EngineDead: the gate was cancelled.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deepinfer.backend.backend import Backend, StepLimits
     from deepinfer.backend.runtime import DeviceRuntime
     from deepinfer.checkpoint.reader import ReadStats
+    from deepinfer.ops.draft import Choose
     from deepinfer.ops.step import StepInputs
     from deepinfer.settings import Settings
 
@@ -52,6 +53,8 @@ class StepOps(Protocol):
     apply_token_mask: Any
     forbid_tokens: Any
     force_tokens: Any
+    draft_step: Any
+    judge_step: Any
     count_tokens: Any
     token_logprobs: Any
 
@@ -83,8 +86,13 @@ class ServedModel(Protocol):
     def forward(self, inputs: StepInputs, storage: Any) -> ForwardResult:
         """Run all rows; logits [R, V] of `inputs.sample_rows`, undefined where that is -1."""
 
-    def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: Any) -> DraftResult:
-        """Propose tokens after the anchors (int64 [S]); positions (int64 [S]) of the last accepted rows."""
+    def draft(
+        self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: Any, choose: Choose | None = None
+    ) -> DraftResult:
+        """Propose tokens after the anchors (int64 [S]); positions (int64 [S]) of the last accepted rows.
+
+        `choose` takes each draft from its logits; without it the largest logit is taken.
+        """
 
 
 @dataclass(frozen=True)

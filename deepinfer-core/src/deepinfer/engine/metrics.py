@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from deepinfer.engine.core import EngineCore
 from deepinfer.observe.histogram import Histogram
 from deepinfer.observe.prometheus import Family, exposition
+from deepinfer.speculative.statistics import SpeculationStatistics
 
 __all__ = ["GAUGES", "metrics_text"]
 
@@ -27,6 +28,8 @@ def metrics_text(engines: Mapping[str, EngineCore]) -> str:
             family(name, "counter", text).values.append((labels, value))
         ends = family("requests_total", "counter", "Requests that ended, by reason.")
         ends.values += [({**labels, "reason": why}, count) for why, count in sorted(dict(core.stats.finished).items())]
+        if core.stats.speculation is not None:
+            _add_speculation(core.stats.speculation, labels, family)
         for name, text, value in _gauges(core):
             family(name, "gauge", text).values.append((labels, value))
         prefix = {} if core.scheduler.prefix is None else core.scheduler.prefix.counters()
@@ -50,9 +53,28 @@ def _counters(core: EngineCore) -> list[tuple[str, str, float]]:
         ("decode_seconds_total", "Time of steps without prompt rows.", stats.decode_seconds),
         ("preemptions_total", "Times that a request lost its place to make room.", stats.preemptions),
         ("recomputations_total", "Those of them without room for its state on the host.", stats.recomputations),
-        ("drafted_tokens_total", "Tokens proposed.", stats.drafted_tokens),
-        ("accepted_drafts_total", "Proposed tokens that were accepted.", stats.accepted_drafts),
     ]
+
+
+def _add_speculation(
+    statistics: SpeculationStatistics, labels: dict[str, str], family: Callable[[str, str, str], Family]
+) -> None:
+    for name, text, counts in (
+        ("drafts_proposed_total", "Drafts that were ready, by position in their block.", statistics.drafted),
+        ("drafts_verified_total", "Drafts that the model judged.", statistics.verified),
+        ("drafts_accepted_total", "Drafts that stand.", statistics.accepted),
+    ):
+        values = [({**labels, "position": str(place)}, count) for place, count in enumerate(counts.tolist())]
+        family(name, "counter", text).values += values
+    for name, text, count in (
+        ("decode_sequence_steps_total", "Decoding sequences of all steps.", statistics.sequence_steps),
+        ("committed_tokens_total", "Tokens that they brought, accepted drafts included.", statistics.committed),
+    ):
+        family(name, "counter", text).values.append((labels, count))
+    error = statistics.reliability.error()
+    family("confidence_error", "gauge", "Mean distance of confidences from measured acceptance.").values.append(
+        (labels, error)
+    )
 
 
 def _gauges(core: EngineCore) -> list[tuple[str, str, float]]:

@@ -72,6 +72,7 @@ class RequestMetrics:
         num_prompt_tokens: tokens of the prompt.
         num_generated_tokens: tokens generated.
         num_steps: steps that it took part in.
+        num_drafts_verified: drafts that the model judged for it. num_drafts_accepted: those of them that stand.
     """
 
     arrival: float
@@ -81,6 +82,8 @@ class RequestMetrics:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0
+    num_drafts_verified: int = 0
+    num_drafts_accepted: int = 0
     last_token: float | None = None
 
     @property

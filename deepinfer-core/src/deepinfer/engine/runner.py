@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.engine.block_copies import BlockCopies
-from deepinfer.engine.grammars import MaskGate
+from deepinfer.engine.drafting import DraftSampler
+from deepinfer.engine.grammars import CUT, MaskGate, Masks
 from deepinfer.engine.host_copies import HostCopies
 from deepinfer.engine.loader import DraftResult, ServedModel
-from deepinfer.engine.sampler import Drawn, LogprobRows, Sampler
+from deepinfer.engine.sampler import Drawn, LogprobRows, Sampler, fed_tokens
+from deepinfer.engine.slot_tables import SlotTables
 from deepinfer.ops.step import PlanTensors, SlotRecords, StepInputs
 from deepinfer.scheduler.plan import StepPlan
 
@@ -36,7 +38,10 @@ class StepResult:
         tokens: int64 [R], sampled ids; -1 where nothing was sampled.
         status: int32 [R], status words of `sample_step`; 0 where nothing was sampled.
         starts: int64 [S], first sampled row of each sequence.
+        sampled: int64 [S], sampled rows that held a token.
         accepted: int64 [S], sampled rows that stand; the last one's token may be unsound (see its status).
+        drafts: int64 [S, N], proposed after the last token that stands, for the next step; -1 for none.
+        confidences: float32 [S, N], of these drafts.
         logprobs: of the sampled rows that ask for them.
         prompt_logprobs: of the prompt chunks that ask for them.
     """
@@ -44,7 +49,10 @@ class StepResult:
     tokens: NDArray[np.int64]
     status: NDArray[np.int32]
     starts: NDArray[np.int64]
+    sampled: NDArray[np.int64]
     accepted: NDArray[np.int64]
+    drafts: NDArray[np.int64]
+    confidences: NDArray[np.float32]
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[LogprobRows, ...] = ()
 
@@ -56,7 +64,10 @@ class DeviceStep:
     tokens: Tensor
     status: Tensor
     starts: Tensor
+    sampled: Tensor
     accepted: Tensor
+    drafts: Tensor
+    confidences: Tensor
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[LogprobRows, ...] = ()
 
@@ -66,7 +77,10 @@ class DeviceStep:
             tokens=self.tokens.cpu().numpy(),
             status=self.status.cpu().numpy(),
             starts=self.starts.cpu().numpy(),
+            sampled=self.sampled.cpu().numpy(),
             accepted=self.accepted.cpu().numpy(),
+            drafts=self.drafts.cpu().numpy(),
+            confidences=self.confidences.cpu().numpy(),
             logprobs=None if self.logprobs is None else self.logprobs.read(),
             prompt_logprobs=tuple(rows.read() for rows in self.prompt_logprobs),
         )
@@ -122,6 +136,7 @@ class ModelRunner:
         max_pages: pages of the longest request.
         num_drafts: drafts that a record holds; 0: nothing is drafted.
         drafter: proposes tokens instead of the model.
+        rejection: drafts are judged by rejection sampling instead of coupled verification.
         poison_released: fill released pages and slots with NaN bytes before anyone gets them, so that a read of stale
             bytes shows (tests; costs bandwidth).
         runtime: of the device: host memory for preempted requests and blocks on their way; plain memory without it.
@@ -137,6 +152,7 @@ class ModelRunner:
         num_snapshots: int = 0,
         num_drafts: int = 0,
         drafter: Drafter | None = None,
+        rejection: bool = False,
         poison_released: bool = False,
         runtime: DeviceRuntime | None = None,
     ) -> None:
@@ -159,7 +175,12 @@ class ModelRunner:
         self.moved_step = -1
         """The last step whose moves between device and host were done."""
         self._broken: set[int] = set()
-        self.sampler = Sampler(model.table, traits.vocab_size, num_slots, model.device)
+        self.tables = SlotTables(traits.vocab_size, num_slots, model.device)
+        proposals = None
+        if rejection and num_drafts:
+            proposals = torch.zeros(num_slots, num_drafts, traits.vocab_size, device=model.device)
+        self.sampler = Sampler(model.table, self.tables, proposals)
+        self.drafts = DraftSampler(model.table, self.tables, proposals)
         # Bound once: a step looks nothing up.
         self._expand = model.table.expand_plan
         self._verify = model.table.verify_coupled
@@ -183,7 +204,7 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan, masks: MaskGate | None) -> DeviceStep:
         self._move(plan)
-        self.sampler.admit(plan)
+        self.tables.admit(plan)
         records = self.records
         tensors = pack_plan(plan, self.model.device)
         sampled_rows = int(plan.sample_counts.sum())
@@ -191,21 +212,21 @@ class ModelRunner:
         inputs = self._expand(records, tensors, plan.row_bucket, sampled_rows, traits.ring_length, traits.ngram_size)
         inputs.kept_bucket = plan.kept_bucket
         logits, prompt_logprobs = self._forward(plan, inputs)
-        drawn = self._sample_rows(plan, inputs, logits, None if masks is None else masks.take())
+        taken = None if masks is None else masks.take()
+        drawn = self._sample_rows(plan, inputs, logits, taken)
         tokens, status = drawn.tokens, drawn.status
-        fed = inputs.token_ids[inputs.sample_rows.clamp(min=0)]
-        accepted, last = self._verify(
-            fed, tokens, status, inputs.sample_sequences, inputs.sample_starts, inputs.sample_counts
-        )
+        fed = self._without_cut(fed_tokens(inputs), taken)
+        starts, sampled = inputs.sample_starts, inputs.sample_counts
+        accepted, last = self._verify(fed, tokens, status, inputs.sample_sequences, starts, sampled)
         self.sampler.count(plan, inputs, tokens, accepted)
-        rejected = inputs.sample_counts - accepted
-        drafts = confidences = None
-        if self.num_drafts:
-            draft = self._draft(last, inputs.seq_positions - rejected, inputs.seq_slots)
-            drafts, confidences = draft.ids[:, : self.num_drafts], draft.confidences[:, : self.num_drafts]
+        rejected = sampled - accepted
+        drafts, confidences = self._draft(plan, inputs, last, inputs.seq_positions - rejected)
         self._commit(records, inputs, last, rejected, drafts, confidences)
         self.blocks.save(plan.snapshot_copies)
-        return DeviceStep(tokens, status, inputs.sample_starts, accepted, drawn.logprobs, prompt_logprobs)
+        drafts = torch.where((sampled > 0)[:, None], drafts, -1)
+        return DeviceStep(
+            tokens, status, starts, sampled, accepted, drafts, confidences, drawn.logprobs, prompt_logprobs
+        )
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, tuple[LogprobRows, ...]]:
         """Logits of the sampled rows, and the log-probabilities of prompt tokens where they are asked for."""
@@ -223,7 +244,7 @@ class ModelRunner:
         plan: StepPlan,
         inputs: StepInputs,
         logits: Tensor,
-        masks: tuple[NDArray[np.int32], NDArray[np.int64]] | None,
+        masks: Masks | None,
     ) -> Drawn:
         """Draw after each sampled row: tokens [R] and status [R], -1 and 0 for padding."""
         rows = inputs.sample_rows
@@ -231,17 +252,31 @@ class ModelRunner:
             return Drawn(torch.full_like(rows, -1), torch.zeros_like(rows, dtype=torch.int32))
         return self.sampler.draw(plan, inputs, logits, self.records, masks)
 
-    def _draft(self, anchors: Tensor, positions: Tensor, slots: Tensor) -> DraftResult:
+    def _without_cut(self, fed: Tensor, masks: Masks | None) -> Tensor:
+        """The tokens that rows were fed, -1 for those that the host has cut off: these are never accepted."""
+        if masks is None or not (masks[1] == CUT).any():
+            return fed
+        return torch.where(self.tables.send(masks[1] == CUT), -1, fed)
+
+    def _draft(self, plan: StepPlan, inputs: StepInputs, anchors: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Drafts [S, N] and their confidences after the tokens that stand; positions [S] of the rows that drew them."""
+        count, slots = self.num_drafts, inputs.seq_slots
+        if count == 0:
+            return anchors.new_empty(slots.shape[0], 0), torch.empty(slots.shape[0], 0, device=anchors.device)
         if self.drafter is not None:
-            return self.drafter(anchors, positions, slots, self.records)
-        return self.model.draft(anchors, positions, slots, self.storage)
+            draft = self.drafter(anchors, positions, slots, self.records)
+            self.drafts.keep(draft, slots)
+        else:
+            choose = self.drafts.chooser(plan, inputs, positions, self.records)
+            draft = self.model.draft(anchors, positions, slots, self.storage, choose)
+        return draft.ids[:, :count], draft.confidences[:, :count]
 
     def _move(self, plan: StepPlan) -> None:
         """Copy preempted requests out and resumed ones in, before anything of the step can touch their places."""
         copies = self.host_copies
         for move in plan.saves:
             copies.save(move)
-            self.sampler.save(move.key, move.slot)
+            self.tables.save(move.key, move.slot)
             self.released(move.slot, move.unowned)
         for move in plan.discards:
             self.released(move.slot, move.unowned)
@@ -249,11 +284,11 @@ class ModelRunner:
             self.released(0, plan.evicted)
         for move in plan.restores:
             copies.restore(move)
-            self.sampler.restore(move.key, move.slot)
+            self.tables.restore(move.key, move.slot)
         self.blocks.resume(plan.slot_copies)
         for key in plan.dropped:
             copies.drop(key)
-            self.sampler.drop(key)
+            self.tables.drop(key)
         self.moved_step = plan.step
 
     def _without_broken(self, plan: StepPlan) -> StepPlan:

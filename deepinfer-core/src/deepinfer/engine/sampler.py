@@ -1,4 +1,4 @@
-"""Draws the tokens of a step: per-slot tables on the device, and which rows need which of them, known on the host.
+"""Draws the tokens of a step: which rows need which step of the pipeline is known on the host.
 
 The host knows the layout of a step's rows and what each request asks for, so rows are picked without asking the device
 for anything. Penalty counts live on the device and grow by the tokens that verification accepted.
@@ -6,37 +6,27 @@ for anything. Penalty counts live on the device and grow by the tokens that veri
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.engine.logit_changes import BLOCK_ELEMENTS, BYTES_PER_ELEMENT, CHANGING, LogitChanges, blocks
 from deepinfer.engine.outputs import Logprob, TokenLogprobs
+from deepinfer.engine.slot_tables import SlotTables
 from deepinfer.ops.logits import token_logprobs_bytes
 from deepinfer.ops.step import SlotRecords, StepInputs
-from deepinfer.sampling.params import MAX_LOGIT_BIAS
-from deepinfer.sampling.slots import Feature, SlotSampling, pack_ids
+from deepinfer.sampling.slots import Feature, SlotSampling
 from deepinfer.scheduler.plan import StepPlan
 
-__all__ = ["Drawn", "LogprobRows", "Sampler", "sampler_bytes", "sampler_table_bytes"]
+if TYPE_CHECKING:
+    from deepinfer.engine.grammars import Masks
+    from deepinfer.engine.loader import StepOps
 
-FORCED_WIDTH = 4096
-BLOCK_ELEMENTS = 1 << 20
-BYTES_PER_ELEMENT = 48
-"""Temporaries of the operations before the filters, per logit of a block."""
-ADJUSTED = Feature.BIAS | Feature.PENALTY | Feature.BAN
-
-
-def sampler_table_bytes(num_slots: int, vocab_size: int) -> int:
-    """Bytes of all tables once every kind of request has been seen; each kind is allocated on its first request.
-
-    Forced tokens are counted up to 4,096 of them a request; longer lists take 4 bytes a token and slot more.
-    """
-    words = -(-vocab_size // 32)
-    return num_slots * (4 * vocab_size + 3 * 4 * words + 8 * MAX_LOGIT_BIAS + 4 * FORCED_WIDTH + 32)
+__all__ = ["Drawn", "LogprobRows", "Sampler", "fed_tokens", "sampler_bytes"]
 
 
 def sampler_bytes(rows: int, vocab_size: int) -> int:
@@ -86,34 +76,6 @@ class Drawn:
     logprobs: LogprobRows | None = None
 
 
-@dataclass
-class _Tables:
-    """Device tables by slot; those that are None have not been needed yet."""
-
-    min_p: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    min_tokens: Tensor
-    prompt_length: Tensor
-    counts: Tensor | None = None
-    prompt_bits: Tensor | None = None
-    allowed: Tensor | None = None
-    ending: Tensor | None = None
-    bias_ids: Tensor | None = None
-    bias_values: Tensor | None = None
-    forced: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """A preempted request's side of the tables."""
-
-    view: SlotSampling
-    counts: Tensor | None
-    filled: int
-
-
 @dataclass(frozen=True)
 class _Rows:
     """Where the sampled rows of a step are: arrays [R] of the host, tensors [R] of the device."""
@@ -125,125 +87,27 @@ class _Rows:
     output_index: Tensor
 
 
-@dataclass
-class _Host:
-    """What the host knows of each slot."""
-
-    views: list[SlotSampling | None]
-    features: NDArray[np.uint16]
-    filled: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+def fed_tokens(inputs: StepInputs) -> Tensor:
+    """Token that each sampled row was fed: int64 [R], -1 for padding."""
+    return torch.where(inputs.sample_rows >= 0, inputs.token_ids[inputs.sample_rows.clamp(min=0)], -1)
 
 
 class Sampler:
     """The sampling side of a runner; called in the order of the steps.
 
     Args:
-        table: bound kernels. vocab_size: V. num_slots: slot 0 included. device: of the tables.
+        ops: bound kernels. tables: what requests ask for, by slot.
+        proposals: float32 [slots, N, V], what drafts were drawn from, for rejection sampling; None: a verify row draws
+            as every other row does.
     """
 
-    def __init__(self, table: Any, vocab_size: int, num_slots: int, device: torch.device) -> None:
-        self.vocab_size, self.num_slots, self.device = vocab_size, num_slots, device
-        zeros = {name: torch.zeros(num_slots, device=device) for name in ("min_p", "presence", "frequency")}
-        whole = {
-            name: torch.zeros(num_slots, dtype=torch.int64, device=device) for name in ("min_tokens", "prompt_length")
-        }
-        self._tables = _Tables(**zeros, **whole, repetition=torch.ones(num_slots, device=device))
-        self._host = _Host([None] * num_slots, np.zeros(num_slots, np.uint16), np.zeros(num_slots, np.int64))
-        self._saved: dict[int, _Saved] = {}
+    def __init__(self, ops: StepOps, tables: SlotTables, proposals: Tensor | None = None) -> None:
+        self.tables, self.proposals = tables, proposals
+        self._changes = LogitChanges(ops, tables)
         # Bound once: a step looks nothing up.
-        self._sample, self._filter = table.sample_step, table.apply_filters
-        self._bias, self._penalise, self._forbid = table.add_bias, table.apply_penalties, table.forbid_tokens
-        self._force, self._count, self._logprobs = table.force_tokens, table.count_tokens, table.token_logprobs
-        self._mask = table.apply_token_mask
-
-    # ---- requests in and out ---------------------------------------------------------------------------------------
-
-    def admit(self, plan: StepPlan) -> None:
-        """Enter the admitted requests of a plan into the tables of their slots."""
-        views = plan.admitted_sampling.views or (None,) * plan.admitted_slots.size
-        outputs = plan.admitted_outputs or (np.empty(0, np.int64),) * plan.admitted_slots.size
-        lengths = plan.admitted_lengths.tolist()
-        for slot, length, view, output in zip(plan.admitted_slots.tolist(), lengths, views, outputs, strict=True):
-            # Who has generated tokens has had its prompt scored.
-            filled = view.prompt.size if view is not None and output.size else length
-            self._enter(slot, view, filled)
-            if output.size and view is not None and Feature.PENALTY in view.features:
-                counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
-                self._table("counts", 0, torch.int32, self.vocab_size)[slot] = self._send(counts)
-
-    def save(self, key: int, slot: int) -> None:
-        """Keep what the tables hold of a preempted request."""
-        view = self._host.views[slot]
-        if view is not None:
-            table = self._tables.counts if self._host.features[slot] & Feature.PENALTY else None
-            # A copy on the device: made in the order of the steps, without a wait, 4 bytes an id.
-            counts = None if table is None else table[slot].clone()
-            self._saved[key] = _Saved(view, counts, int(self._host.filled[slot]))
-
-    def restore(self, key: int, slot: int) -> None:
-        """Give a resumed request its place in another slot."""
-        saved = self._saved.pop(key, None)
-        self._enter(slot, None if saved is None else saved.view, 0 if saved is None else saved.filled)
-        if saved is not None and saved.counts is not None:
-            self._table("counts", 0, torch.int32, self.vocab_size)[slot] = saved.counts
-
-    def drop(self, key: int) -> None:
-        """Forget a preempted request."""
-        self._saved.pop(key, None)
-
-    def _enter(self, slot: int, view: SlotSampling | None, filled: int) -> None:
-        features = Feature(0) if view is None else view.features
-        self._host.views[slot], self._host.features[slot], self._host.filled[slot] = view, features, filled
-        if view is None:
-            return
-        tables, params = self._tables, view.params
-        tables.min_p[slot] = params.min_p
-        tables.prompt_length[slot] = view.prompt.size
-        tables.min_tokens[slot] = params.min_tokens
-        if Feature.PENALTY in features:
-            self._enter_penalties(slot, view)
-        if Feature.BAN in features:
-            allowed = self._table("allowed", -1, torch.int32, -(-self.vocab_size // 32))
-            ending = self._table("ending", 0, torch.int32, -(-self.vocab_size // 32))
-            allowed[slot] = self._send(view.allowed_words(self.vocab_size))
-            ending[slot] = self._send(pack_ids(view.ending, self.vocab_size))
-        if Feature.BIAS in features:
-            pairs = params.bias
-            ids = self._table("bias_ids", -1, torch.int32, len(pairs))
-            values = self._table("bias_values", 0, torch.float32, len(pairs))
-            ids[slot] = -1
-            ids[slot, : len(pairs)] = self._send(np.array([token for token, _ in pairs], np.int32))
-            values[slot, : len(pairs)] = self._send(np.array([value for _, value in pairs], np.float32))
-        if Feature.FORCE in features:
-            forced = self._table("forced", -1, torch.int32, len(params.forced))
-            forced[slot] = -1
-            forced[slot, : len(params.forced)] = self._send(np.array(params.forced, np.int32))
-
-    def _enter_penalties(self, slot: int, view: SlotSampling) -> None:
-        tables, params = self._tables, view.params
-        tables.repetition[slot] = params.repetition_penalty
-        tables.presence[slot] = params.presence_penalty
-        tables.frequency[slot] = params.frequency_penalty
-        self._table("counts", 0, torch.int32, self.vocab_size)[slot] = 0
-        bits = self._table("prompt_bits", 0, torch.int32, -(-self.vocab_size // 32))
-        bits[slot] = self._send(pack_ids(np.unique(view.prompt), self.vocab_size))
-
-    def _table(self, name: str, empty: int, dtype: torch.dtype, width: int) -> Tensor:
-        """A table of at least this width, in powers of two but for tables over the vocabulary."""
-        found: Tensor | None = getattr(self._tables, name)
-        if found is None or found.shape[1] < width:
-            wide = width if name in ("counts", "prompt_bits", "allowed", "ending") else 1 << (width - 1).bit_length()
-            grown = torch.full((self.num_slots, wide), empty, dtype=dtype, device=self.device)
-            if found is not None:
-                grown[:, : found.shape[1]] = found
-            setattr(self._tables, name, grown)
-            found = grown
-        return found
-
-    def _send(self, values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
-
-    # ---- one step --------------------------------------------------------------------------------------------------
+        self._sample, self._filter, self._mask = ops.sample_step, ops.apply_filters, ops.apply_token_mask
+        self._force, self._count, self._logprobs = ops.force_tokens, ops.count_tokens, ops.token_logprobs
+        self._judge = None if proposals is None else ops.judge_step
 
     def draw(
         self,
@@ -251,7 +115,7 @@ class Sampler:
         inputs: StepInputs,
         logits: Tensor,
         records: SlotRecords,
-        masks: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None,
+        masks: Masks | None = None,
     ) -> Drawn:
         """Draw after each sampled row: token -1 and status 0 for padding.
 
@@ -259,41 +123,45 @@ class Sampler:
             plan: of the step. inputs: expanded from it.
             logits: [R, V] of `inputs.sample_rows`; changed in place.
             records: of the slots.
-            masks: int32 [M, ceil(V / 32)] and int64 [R], as `apply_token_mask` takes them, of the rows that follow a
-                grammar, on the host; None: no row does.
+            masks: of the rows that follow a grammar, on the host; None: no row does.
         """
-        sample_rows = inputs.sample_rows
-        rows = self._rows(plan, inputs)
+        rows, send = self._rows(plan, inputs), self.tables.send
         logits = logits.to(torch.float32)
         wanted = np.flatnonzero(rows.features & Feature.LOGPROBS)
-        changes = bool((rows.features & ADJUSTED).any()) or masks is not None
-        raw = logits[self._send(wanted)] if wanted.size and changes else logits
-        logits = self._adjust(rows, inputs, logits)
+        changes = bool((rows.features & CHANGING).any()) or masks is not None
+        raw = logits[send(wanted)] if wanted.size and changes else logits
+
+        def pending(chosen: NDArray[np.int64], index: Tensor) -> Tensor:
+            return self._pending(rows, inputs, chosen)
+
+        logits = self._changes.apply(logits, rows.features, rows.slots, rows.output_index, pending)
         if masks is not None:
             logits = self._masked(logits, *masks)
         slots = rows.slots.clamp(min=0)
         filters = [records.temperature[slots], records.top_k[slots], records.top_p[slots]]
         draws = [records.seed[slots], inputs.sample_positions + 1, records.completion[slots]]
-        min_p = [self._tables.min_p[slots]] if (rows.features & Feature.MIN_P).any() else []
-        if min_p:
-            flagged = self._send((rows.features & Feature.MIN_P) != 0)
-            min_p = [torch.where(flagged, min_p[0], 0.0)]
-        tokens, status = self._sample(logits, *filters, *draws, *min_p)
+        min_p = self.tables.min_p_of(slots, rows.features)
+        if self._judge is None:
+            tokens, status = self._sample(logits, *filters, *draws, *([] if min_p is None else [min_p]))
+        else:
+            least = torch.zeros_like(filters[0]) if min_p is None else min_p
+            drafts, places = self._drafts(rows, inputs)
+            tokens, status = self._judge(logits, *filters, *draws, drafts, places, least, self.proposals)
         if (rows.features & Feature.FORCE).any():
-            forced = self._only(rows, Feature.FORCE)
-            tokens = self._force(tokens, forced, rows.output_index, self._tables.forced)
-        sampled = sample_rows >= 0
+            forced = self.tables.only(Feature.FORCE, rows.features, rows.slots)
+            tokens = self._force(tokens, forced, rows.output_index, self.tables.forced)
+        sampled = inputs.sample_rows >= 0
         tokens, status = torch.where(sampled, tokens, -1), torch.where(sampled, status, 0)
         if not wanted.size:
             return Drawn(tokens, status)
         if not changes:
-            raw = logits[self._send(wanted)]
-        processed = (logits, [*filters, *min_p])
+            raw = logits[send(wanted)]
+        processed = (logits, filters if min_p is None else [*filters, min_p])
         return Drawn(tokens, status, self._chosen_logprobs(rows, plan, wanted, raw, processed, tokens))
 
     def count(self, plan: StepPlan, inputs: StepInputs, tokens: Tensor, accepted: Tensor) -> None:
         """Count the tokens that stand into the penalty tables: tokens int64 [R], accepted int64 [S]."""
-        penalised = self._features(plan.slots) & Feature.PENALTY
+        penalised = self.tables.features(plan.slots) & Feature.PENALTY
         counts = plan.sample_counts
         chosen = np.flatnonzero((penalised != 0) & (counts > 0))
         if not chosen.size:
@@ -301,10 +169,10 @@ class Sampler:
         starts = np.cumsum(counts, dtype=np.int64) - counts
         offset = np.arange(int(counts[chosen].max()))
         index = np.minimum(starts[chosen, None] + offset, max(tokens.shape[0] - 1, 0))
-        sequences = self._send(chosen)
-        emitted = tokens[self._send(index)]
-        stands = self._send(offset)[None] < accepted[sequences][:, None]
-        self._count(self._tables.counts, inputs.seq_slots[sequences], torch.where(stands, emitted, -1))
+        sequences = self.tables.send(chosen)
+        emitted = tokens[self.tables.send(index)]
+        stands = self.tables.send(offset)[None] < accepted[sequences][:, None]
+        self._count(self.tables.counts, inputs.seq_slots[sequences], torch.where(stands, emitted, -1))
 
     def prompt_rows(self, plan: StepPlan) -> NDArray[np.int64]:
         """Rows of the step whose logits are needed for prompt log-probabilities."""
@@ -320,25 +188,25 @@ class Sampler:
             part = logits[at : at + rows.size]
             at += rows.size
             positions = np.arange(first + 1, first + 1 + rows.size)
-            targets = self._send(view.prompt[positions])
+            targets = self.tables.send(view.prompt[positions])
             count = view.params.prompt_logprobs
             chosen, ranks, ids, values = self._logprobs(part, targets, count)
             found.append(LogprobRows(positions, chosen, ranks, ids, values, slot))
-        asking = self._features(plan.slots) & Feature.PROMPT_LOGPROBS
+        asking = self.tables.features(plan.slots) & Feature.PROMPT_LOGPROBS
         for index in np.flatnonzero((asking != 0) & plan.is_prefill).tolist():
-            self._host.filled[plan.slots[index]] += plan.row_counts[index]
+            self.tables.filled[plan.slots[index]] += plan.row_counts[index]
         return tuple(found)
 
     def _prompt_parts(self, plan: StepPlan) -> list[tuple[int, int, NDArray[np.int64], SlotSampling]]:
         """Slot, first position, rows and request of each prompt chunk whose tokens are scored."""
-        asking = np.flatnonzero(((self._features(plan.slots) & Feature.PROMPT_LOGPROBS) != 0) & plan.is_prefill)
+        asking = np.flatnonzero(((self.tables.features(plan.slots) & Feature.PROMPT_LOGPROBS) != 0) & plan.is_prefill)
         if not asking.size:
             return []
         ends = np.cumsum(plan.row_counts, dtype=np.int64)
         parts = []
         for index in asking.tolist():
             slot = int(plan.slots[index])
-            view, first = self._host.views[slot], int(self._host.filled[slot])
+            view, first = self.tables.views[slot], int(self.tables.filled[slot])
             assert view is not None
             # The last prompt token has nothing after it in the prompt.
             count = min(int(plan.row_counts[index]), view.prompt.size - 1 - first)
@@ -347,66 +215,27 @@ class Sampler:
                 parts.append((slot, first, np.arange(start, start + count), view))
         return parts
 
-    def _features(self, slots: NDArray[np.int32]) -> NDArray[np.uint16]:
-        return np.where(slots >= 0, self._host.features[slots], 0).astype(np.uint16)
-
     def _rows(self, plan: StepPlan, inputs: StepInputs) -> _Rows:
         counts = plan.sample_counts
         sequences = np.repeat(np.arange(counts.size), counts)
         starts = (np.cumsum(counts, dtype=np.int64) - counts)[sequences]
-        features = self._features(plan.slots)[sequences]
+        features = self.tables.features(plan.slots)[sequences]
         extra = inputs.sample_rows.shape[0] - sequences.size
         if extra:
             sequences, starts = np.pad(sequences, (0, extra)), np.pad(starts, (0, extra))
             features = np.pad(features, (0, extra))
         sampled = inputs.sample_rows >= 0
         slots = torch.where(sampled, inputs.slots[inputs.sample_rows.clamp(min=0)], -1)
-        output_index = inputs.sample_positions + 1 - self._tables.prompt_length[slots.clamp(min=0)]
+        output_index = inputs.sample_positions + 1 - self.tables.prompt_length[slots.clamp(min=0)]
         return _Rows(sequences, starts, features, slots, output_index)
-
-    def _only(self, rows: _Rows, feature: Feature) -> Tensor:
-        """Slots of the rows that need a feature, -1 for others."""
-        return torch.where(self._send((rows.features & feature) != 0), rows.slots, -1)
-
-    def _adjust(self, rows: _Rows, inputs: StepInputs, logits: Tensor) -> Tensor:
-        """Bias, penalties and bans of the rows that need them, in blocks of rows."""
-        needed = np.flatnonzero(rows.features & ADJUSTED)
-        size = max(1, BLOCK_ELEMENTS // self.vocab_size)
-        for at in range(0, needed.size, size):
-            chosen = needed[at : at + size]
-            index = self._send(chosen)
-            logits[index] = self._adjust_block(rows, inputs, chosen, index, logits[index])
-        return logits
 
     def _masked(self, logits: Tensor, mask: NDArray[np.int32], mask_rows: NDArray[np.int64]) -> Tensor:
         """What grammars allow, for the rows that follow one, in blocks of rows."""
-        words = self._send(mask)
+        words = self.tables.send(mask)
         needed = np.flatnonzero(mask_rows >= 0)
-        size = max(1, BLOCK_ELEMENTS // self.vocab_size)
-        for at in range(0, needed.size, size):
-            chosen = needed[at : at + size]
-            index = self._send(chosen)
-            logits[index] = self._mask(logits[index], words, self._send(mask_rows[chosen]))
-        return logits
-
-    def _adjust_block(
-        self, rows: _Rows, inputs: StepInputs, chosen: NDArray[np.int64], index: Tensor, logits: Tensor
-    ) -> Tensor:
-        tables, features = self._tables, rows.features[chosen]
-        slots = rows.slots[index]
-
-        def only(feature: Feature) -> Tensor:
-            return torch.where(self._send((features & feature) != 0), slots, -1)
-
-        if (features & Feature.BIAS).any():
-            logits = self._bias(logits, only(Feature.BIAS), tables.bias_ids, tables.bias_values)
-        if (features & Feature.PENALTY).any():
-            pending = self._pending(rows, inputs, chosen)
-            scales = (tables.repetition, tables.presence, tables.frequency)
-            logits = self._penalise(logits, only(Feature.PENALTY), pending, tables.counts, tables.prompt_bits, *scales)
-        if (features & Feature.BAN).any():
-            bans = (tables.allowed, tables.ending, tables.min_tokens)
-            logits = self._forbid(logits, only(Feature.BAN), rows.output_index[index], *bans)
+        for chosen in blocks(needed, self.tables.vocab_size):
+            index = self.tables.send(chosen)
+            logits[index] = self._mask(logits[index], words, self.tables.send(mask_rows[chosen]))
         return logits
 
     def _pending(self, rows: _Rows, inputs: StepInputs, chosen: NDArray[np.int64]) -> Tensor:
@@ -414,9 +243,19 @@ class Sampler:
         offset = chosen - rows.starts[chosen]
         before = np.arange(int(offset.max()))
         index = np.where(before < offset[:, None], rows.starts[chosen, None] + 1 + before, -1)
-        fed = torch.where(inputs.sample_rows >= 0, inputs.token_ids[inputs.sample_rows.clamp(min=0)], -1)
-        found = self._send(index)
+        fed = fed_tokens(inputs)
+        found = self.tables.send(index)
         return torch.where(found >= 0, fed[found.clamp(min=0)], -1)
+
+    def _drafts(self, rows: _Rows, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """The draft that each row judges, int64 [R], -1 for none, and its place among the proposals."""
+        fed, sequences = fed_tokens(inputs), inputs.sample_sequences
+        follows = (sequences >= 0) & (sequences.roll(-1) == sequences)
+        follows[-1:] = False
+        offset = self.tables.send(np.arange(rows.starts.size) - rows.starts)
+        depth = 0 if self.proposals is None else self.proposals.shape[1]
+        places = torch.where(follows, rows.slots * depth + offset, -1)
+        return torch.where(follows, fed.roll(-1), -1), places
 
     def _chosen_logprobs(
         self,
@@ -428,15 +267,13 @@ class Sampler:
         tokens: Tensor,
     ) -> LogprobRows:
         slots = plan.slots[rows.sequences[wanted]].tolist()
-        views = [self._host.views[slot] for slot in slots]
+        views = [self.tables.views[slot] for slot in slots]
         count = max(view.params.logprobs or 0 for view in views if view is not None)
-        index = self._send(wanted)
+        index = self.tables.send(wanted)
         flagged = np.flatnonzero(rows.features[wanted] & Feature.PROCESSED)
         logits, filters = processed
-        size = max(1, BLOCK_ELEMENTS // self.vocab_size)
-        for at in range(0, flagged.size, size):
-            block = flagged[at : at + size]
-            part = index[self._send(block)]
-            raw[self._send(block)] = self._filter(logits[part], *(value[part] for value in filters))
+        for block in blocks(flagged, self.tables.vocab_size):
+            part = index[self.tables.send(block)]
+            raw[self.tables.send(block)] = self._filter(logits[part], *(value[part] for value in filters))
         chosen, ranks, ids, values = self._logprobs(raw, tokens[index], count)
         return LogprobRows(wanted, chosen, ranks, ids, values)

@@ -4,7 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ModelTraits"]
+from deepinfer.errors import ConfigError
+
+__all__ = ["ModelTraits", "number_of_drafts"]
+
+
+def number_of_drafts(asked: int | None, most: int) -> int:
+    """Drafts per sequence and step.
+
+    Args:
+        asked: `use_nextn_decode`; None: as many as the model was trained to propose.
+        most: that number; 0 for a model without draft stages.
+
+    Raises:
+        ConfigError: more were asked for; acceptance would fall without a word.
+    """
+    if asked is None or asked <= most:
+        return most if asked is None else asked
+    knows = f"drafts blocks of {most}; use a value from 0 to {most}" if most else "has no draft stages; use 0"
+    raise ConfigError(
+        f"{asked} drafts per step were asked for, the checkpoint {knows}",
+        field="use_nextn_decode",
+    )
 
 
 @dataclass(frozen=True)

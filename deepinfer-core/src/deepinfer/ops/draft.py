@@ -29,6 +29,7 @@ from deepinfer.ops.sample_inputs import (
 )
 
 __all__ = [
+    "Choose",
     "DraftResult",
     "DraftWeights",
     "StageWeights",
@@ -39,6 +40,10 @@ __all__ = [
     "draft_markov",
     "stream_mean",
 ]
+
+
+Choose = Callable[[Tensor, int], Tensor]
+"""(logits [S, V] of draft number k, k) -> ids int64 [S]; must leave the logits as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +438,7 @@ def draft_block(kernels: Any) -> Callable[..., DraftResult]:
         rings: tuple[Tensor, ...],
         weights: DraftWeights,
         frequencies: Tensor,
-        choose: Callable[[Tensor, int], Tensor] | None = None,
+        choose: Choose | None = None,
     ) -> DraftResult:
         hidden, normed = hidden_rows(anchors, positions, slots, rings, weights, frequencies)
         base = lm_head(normed.flatten(0, 1), weights.head).unflatten(0, (-1, weights.block_size))

@@ -11,7 +11,18 @@ from torch import Tensor
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, composite, op
 from deepinfer.sampling.rng import log, noise
 
-__all__ = ["STATUS_BAD_LOGITS", "STATUS_OK", "apply_filters", "sample_rows", "sample_step", "sampling_bytes"]
+__all__ = [
+    "STATUS_BAD_LOGITS",
+    "STATUS_OK",
+    "apply_filters",
+    "draw_arguments",
+    "logits_samples",
+    "rows_per_block",
+    "sample_rows",
+    "sample_step",
+    "sampling_arguments",
+    "sampling_bytes",
+]
 
 STATUS_OK = 0
 STATUS_BAD_LOGITS = 1
@@ -31,10 +42,11 @@ BYTES_PER_ELEMENT = 100
 
 def sampling_bytes(rows: int, vocab_size: int) -> int:
     """Most bytes of temporaries of a `sample_step` call, beside the logits themselves."""
-    return min(rows, _rows_per_block(vocab_size)) * vocab_size * BYTES_PER_ELEMENT
+    return min(rows, rows_per_block(vocab_size)) * vocab_size * BYTES_PER_ELEMENT
 
 
-def _rows_per_block(vocab_size: int) -> int:
+def rows_per_block(vocab_size: int) -> int:
+    """Rows of logits that are worked on at a time, so that temporaries stay bounded."""
     return max(1, BLOCK_ELEMENTS // vocab_size)
 
 
@@ -42,7 +54,8 @@ def _vocab(size: SampleSize) -> int:
     return {"tiny": 16, "odd": 509, "real": 129_280}[size]
 
 
-def _sampling_arguments(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+def sampling_arguments(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Sample filters: every combination of temperature, top-k and top-p."""
     choice = torch.arange(rows) % 5
     temperature = torch.where(choice == 0, 0.0, 0.25 + torch.rand(rows, generator=generator))
     return {
@@ -56,7 +69,8 @@ def _min_p(rows: int, generator: torch.Generator) -> Tensor:
     return torch.where(torch.arange(rows) % 3 == 1, 0.5 * torch.rand(rows, generator=generator), 0.0)
 
 
-def _draw_arguments(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+def draw_arguments(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Sample arguments of a draw: seeds, positions and completions."""
     return {
         "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
         "positions": torch.randint(0, 2**20, (rows,), generator=generator),
@@ -64,7 +78,8 @@ def _draw_arguments(rows: int, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-def _logits_samples(size: SampleSize, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+def logits_samples(size: SampleSize, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    """Labelled logits that a sampler must get right: none, ties, signed zeros, excluded and huge values."""
     vocab = _vocab(size)
     rows = {"tiny": 11, "odd": 35, "real": 6}[size]
     yield "empty", torch.empty(0, vocab)
@@ -79,8 +94,8 @@ def _logits_samples(size: SampleSize, generator: torch.Generator) -> Iterator[tu
 
 
 def _filter_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    for label, logits in _logits_samples(size, generator):
-        arguments = _sampling_arguments(logits.shape[0], generator)
+    for label, logits in logits_samples(size, generator):
+        arguments = sampling_arguments(logits.shape[0], generator)
         yield Sample(label, {"logits": logits, **arguments}, ("logits", *arguments))
         arguments["min_p"] = _min_p(logits.shape[0], generator)
         yield Sample(f"{label}, min-p", {"logits": logits, **arguments}, ("logits", *arguments))
@@ -138,9 +153,9 @@ def _keep_first(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _row_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    for label, logits in _logits_samples(size, generator):
-        arguments = _sampling_arguments(logits.shape[0], generator)
-        draws = _draw_arguments(logits.shape[0], generator)
+    for label, logits in logits_samples(size, generator):
+        arguments = sampling_arguments(logits.shape[0], generator)
+        draws = draw_arguments(logits.shape[0], generator)
         kwargs = {"scaled": apply_filters(logits, **arguments), "temperature": arguments["temperature"], **draws}
         yield Sample(label, kwargs, tuple(kwargs))
 
@@ -175,9 +190,9 @@ def sample_rows(scaled: Tensor, temperature: Tensor, seeds: Tensor, positions: T
 
 
 def _step_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
-    for label, logits in _logits_samples(size, generator):
+    for label, logits in logits_samples(size, generator):
         rows = logits.shape[0]
-        arguments = {**_sampling_arguments(rows, generator), **_draw_arguments(rows, generator)}
+        arguments = {**sampling_arguments(rows, generator), **draw_arguments(rows, generator)}
         yield Sample(label, {"logits": logits, **arguments}, ("logits", *arguments))
         with_min_p = {**arguments, "min_p": _min_p(rows, generator)}
         yield Sample(f"{label}, min-p", {"logits": logits, **with_min_p}, ("logits", *with_min_p))
@@ -239,7 +254,7 @@ def sample_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         arguments = [logits.to(torch.float32), temperature, top_k, top_p, seeds, positions, completions]
         if min_p is not None:
             arguments.append(min_p)
-        block = _rows_per_block(vocab)
+        block = rows_per_block(vocab)
         if rows <= block:
             return sample_block(*arguments)
         parts = [sample_block(*(part[at : at + block] for part in arguments)) for at in range(0, rows, block)]

@@ -1,7 +1,8 @@
 """Counter-based randomness whose bits depend on seed, position, completion and token id only.
 
 Words come from Philox4x32-10 with key = seed (low word first) and counter =
-(token id >> 2, position, purpose + 256 * completion, 0); the word of a token is number (token id & 3). The noise of a
+(token id >> 2, position, purpose + 256 * completion, stream); the word of a token is number (token id & 3). The stream
+is 0 but for drafts, whose noise is fresh in every block. The noise of a
 token is log E with E = -log1p(-(word + 1/2) * 2**-32) in float32, so argmax(z - log E) draws from softmax(z).
 
 `log` and `log1p` are fixed sequences of correctly rounded float32 operations (+, -, *, /) and bit operations without
@@ -20,12 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Purpose", "exponential", "log", "log1p_negative", "noise", "philox4x32", "random_words"]
+__all__ = ["UNIT", "Purpose", "exponential", "log", "log1p_negative", "noise", "philox4x32", "random_words"]
 
 MASK = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
+UNIT = 2.0**-32
+"""(word + 1/2) * UNIT is a uniform number in (0, 1)."""
 
 SQRT_HALF_BITS = 0x3F3504F3
 LN2_HIGH = 45426 / 65536  # 16 bits of ln 2: exact times any float32 exponent
@@ -38,6 +41,9 @@ class Purpose(IntEnum):
     """What a draw is for; draws of different purpose at one position are independent."""
 
     TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -59,7 +65,12 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
 
 
 def random_words(
-    seeds: Tensor, positions: Tensor, completions: Tensor, vocab_size: int, purpose: Purpose = Purpose.TARGET
+    seeds: Tensor,
+    positions: Tensor,
+    completions: Tensor,
+    vocab_size: int,
+    purpose: Purpose = Purpose.TARGET,
+    streams: Tensor | None = None,
 ) -> Tensor:
     """One word in [0, 2**32) for every row and token id.
 
@@ -69,6 +80,7 @@ def random_words(
         completions: int64 [R].
         vocab_size: V.
         purpose: what the draw is for.
+        streams: int64 [R], tells draws apart that agree in everything else; None: 0.
 
     Returns:
         int64 [R, V].
@@ -77,9 +89,9 @@ def random_words(
     groups = torch.arange(-(-vocab_size // 4), device=seeds.device).expand(rows, -1)
     key = ((seeds & MASK)[:, None], ((seeds >> 32) & MASK)[:, None])
     third = (completions * 256 + int(purpose)) & MASK
-    zero = torch.zeros_like(third)
-    words = philox4x32((groups, (positions & MASK)[:, None], third[:, None], zero[:, None]), key)
-    return torch.stack(words, dim=-1).reshape(rows, -1)[:, :vocab_size]
+    fourth = torch.zeros_like(third) if streams is None else streams & MASK
+    words = philox4x32((groups, (positions & MASK)[:, None], third[:, None], fourth[:, None]), key)
+    return torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
 
 
 def _log_parts(x: Tensor, correction: Tensor | None) -> Tensor:
@@ -110,11 +122,16 @@ def log1p_negative(u: Tensor) -> Tensor:
 
 def exponential(words: Tensor) -> Tensor:
     """Exponential noise E of 32-bit words as float32: at least 2**-33, infinite for words that round to 2**32."""
-    return -log1p_negative((words.to(torch.float32) + 0.5) * 2.0**-32)
+    return -log1p_negative((words.to(torch.float32) + 0.5) * UNIT)
 
 
 def noise(
-    seeds: Tensor, positions: Tensor, completions: Tensor, vocab_size: int, purpose: Purpose = Purpose.TARGET
+    seeds: Tensor,
+    positions: Tensor,
+    completions: Tensor,
+    vocab_size: int,
+    purpose: Purpose = Purpose.TARGET,
+    streams: Tensor | None = None,
 ) -> Tensor:
     """Log E of every row and token id, float32 [R, V]; subtract it from scaled logits and take the argmax."""
-    return log(exponential(random_words(seeds, positions, completions, vocab_size, purpose)))
+    return log(exponential(random_words(seeds, positions, completions, vocab_size, purpose, streams)))

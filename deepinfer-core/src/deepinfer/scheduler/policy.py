@@ -1,4 +1,4 @@
-"""In which order queued and preempted requests get a slot."""
+"""In which order queued and preempted requests get a slot, and who chooses how many drafts are verified."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deepinfer.errors import ConfigError
 from deepinfer.scheduler.request import Request
 
-__all__ = ["Policy", "PriorityOrder", "load_policy"]
+__all__ = ["DraftPlanner", "Policy", "PriorityOrder", "load_policy"]
 
 MAX_OVERTAKES = 64
 REQUIRED = ("push", "peek", "remove", "rank", "__len__", "__iter__")
@@ -43,6 +46,23 @@ class Policy(Protocol):
 
     def __iter__(self) -> Iterator[Request]:
         """The waiting requests in order of admission."""
+
+
+class DraftPlanner(Protocol):
+    """Chooses how many drafts of each sequence a step verifies, as `deepinfer.speculative.planner` does."""
+
+    def admit(self, slots: NDArray[np.int32]) -> None:
+        """Hear of slots that hold another request, or one that comes back."""
+
+    def lengths(
+        self, slots: NDArray[np.int32], limits: NDArray[np.int32], *, other_rows: int, max_rows: int
+    ) -> NDArray[np.int32]:
+        """Drafts int32 [S] of the sequences in these slots, 0 .. limits.
+
+        Args:
+            slots, limits: [S]. other_rows: about as many rows of prompts run beside them.
+            max_rows: rows that the sequences may have together, at least S.
+        """
 
 
 class PriorityOrder:

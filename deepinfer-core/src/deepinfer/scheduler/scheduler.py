@@ -13,7 +13,7 @@ from deepinfer.errors import ConfigError, InvalidRequest
 from deepinfer.scheduler.assembly import StepRows, assemble
 from deepinfer.scheduler.config import SchedulerConfig
 from deepinfer.scheduler.plan import Changes, Move, StepPlan
-from deepinfer.scheduler.policy import Policy, PriorityOrder
+from deepinfer.scheduler.policy import DraftPlanner, Policy, PriorityOrder
 from deepinfer.scheduler.preemption import Preemption
 from deepinfer.scheduler.prefixes import PrefixReuse
 from deepinfer.scheduler.request import FinishReason, Request, RequestState
@@ -34,7 +34,8 @@ class Scheduler:
     """Admits, chunks, preempts and plans; knows bounds of lengths, never a token's value.
 
     A step takes one row of every decoding sequence and its draft rows first, then prefill chunks, most urgent prompt
-    first. The order is that of the policy's `rank`.
+    first. The order is that of the policy's `rank`. Without a `planner` every sequence verifies as many drafts as there
+    are rows for; with one as many as it says.
 
     Pages: a request is admitted when a slot and the pages of its whole prompt are free beside a reserve of one page per
     running sequence; those pages are its own until it is through its prompt. Later pages are granted when a step first
@@ -61,6 +62,7 @@ class Scheduler:
         *,
         policy: Policy | None = None,
         prefix: PrefixCache | None = None,
+        planner: DraftPlanner | None = None,
     ) -> None:
         if slots.capacity < config.max_num_seqs:
             raise ConfigError(f"{config.max_num_seqs} exceeds the {slots.capacity} state slots", field="max_num_seqs")
@@ -68,6 +70,7 @@ class Scheduler:
         self.pages = pages
         self.slots = slots
         self.prefix = prefix
+        self.planner = planner
         self.queue: Policy = PriorityOrder() if policy is None else policy
         self.changes = Changes()
         self.sequences = Sequences(config, pages, slots, prefix, self.changes)
@@ -234,6 +237,9 @@ class Scheduler:
         chunks = self._take_chunks(budget)
         budget -= sum(chunk for _, chunk in chunks)
         admitted, resumed, restores = self._admit(budget, chunks)
+        if self.planner is not None:
+            entered = [request.slot for request in admitted] + [move.slot for move in restores]
+            self.planner.admit(np.array(entered, np.int32))
         if not decoding.size and not chunks and not resumed:
             return None
         rows = self._take_rows(decoding, counts, resumed, chunks)
@@ -280,10 +286,10 @@ class Scheduler:
     def _decode_rows(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Decoding sequences and their rows, as far as pages last; preempts where they do not."""
         decoding = self.sequences.decoding()
-        counts = self._with_drafts(decoding)
+        limits = self._draft_limits(decoding)
         available = self.sequences.num_available_pages
-        if self.sequences.missing(decoding, counts).sum() <= available:
-            return decoding, counts
+        if self.sequences.missing(decoding, 1 + limits).sum() <= available:
+            return decoding, 1 + self._drafts(decoding, limits)
         counts = np.ones(decoding.size, np.int32)
         while (missing := self.sequences.missing(decoding, counts)).sum() > available:
             if self._pages_return() or not self.preempt_worst():
@@ -298,16 +304,28 @@ class Scheduler:
             available = self.sequences.num_available_pages
         return decoding, counts
 
-    def _with_drafts(self, decoding: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Rows of each decoding sequence: one, and drafts as far as tokens are wanted and rows are left."""
-        if not self.config.num_drafts or not decoding.size:
-            return np.ones(decoding.size, np.int32)
+    def _draft_limits(self, decoding: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Most drafts of each decoding sequence: as far as tokens are wanted."""
+        sequences = self.sequences
+        wanted = sequences.max_draws[decoding] - sequences.draws[decoding] - 1
+        return np.where(sequences.single_row[decoding], 0, np.minimum(wanted, self.config.num_drafts)).astype(np.int32)
+
+    def _drafts(self, decoding: NDArray[np.int32], limits: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Drafts of each decoding sequence, as far as rows are left beside prompts."""
+        if not limits.any():
+            return limits
         spare = self.config.max_num_batched_tokens - decoding.size
         if self._prefilling or len(self.queue):
             spare //= 2
-        most = min(self.config.num_drafts, spare // decoding.size)
-        wanted = np.where(self.sequences.single_row[decoding], 1, 1 + most).astype(np.int32)
-        return np.minimum(wanted, self.sequences.max_draws[decoding] - self.sequences.draws[decoding])
+        if self.planner is None:
+            return np.minimum(limits, spare // decoding.size).astype(np.int32)
+        left = self.config.max_num_batched_tokens - decoding.size - spare
+        return self.planner.lengths(
+            decoding,
+            limits,
+            other_rows=min(self.sequences.num_prompt_rows, left),
+            max_rows=decoding.size + spare,
+        )
 
     def _pages_return(self) -> bool:
         """Whether a step in flight ends a request, so that pages come back without preemption."""

@@ -57,6 +57,11 @@ class Sequences:
         return int(self.active.sum())
 
     @property
+    def num_prompt_rows(self) -> int:
+        """Prompt tokens of running requests that no planned step holds."""
+        return int((self.prompt_length - self.scheduled)[self.active].clip(min=0).sum())
+
+    @property
     def num_promised_pages(self) -> int:
         """Pages not granted yet that running prompts own for their remaining tokens."""
         need = -(-self.prompt_length // self._page_size) - self.granted

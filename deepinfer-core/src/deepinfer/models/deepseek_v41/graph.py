@@ -14,7 +14,7 @@ from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.weights import LayerWeights, ModelWeights
 from deepinfer.ops.attention import Projected
 from deepinfer.ops.compress import EntryCache
-from deepinfer.ops.draft import DraftResult
+from deepinfer.ops.draft import Choose, DraftResult
 from deepinfer.ops.handles import Mixes, Selection, accumulate_dtype
 from deepinfer.ops.hyper_connection import initial_mixes
 from deepinfer.ops.replay import clip_window
@@ -143,16 +143,19 @@ class Graph:
         _, hidden = self._head(stack.streams, stack.branch, stack.mixes, step.sample_rows, norm, eps)
         return ForwardResult(self._lm_head(hidden, self.weights.head), hidden)
 
-    def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: CacheStorage) -> DraftResult:
+    def draft(
+        self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: CacheStorage, choose: Choose | None = None
+    ) -> DraftResult:
         """Draft one block after each sequence's newly sampled token; leaves no trace in the caches.
 
         Args:
             anchors: [S] int64 sampled tokens. positions: [S] int64 of the last accepted rows. slots: [S] int64.
+            choose: takes each draft from its logits; None: the largest logit.
         """
         if self.weights.draft is None:
             raise RuntimeError("this checkpoint has no draft stages")
         rings = storage.rings[len(self.weights.layers) :]
-        return self._draft_block(anchors, positions, slots, rings, self.weights.draft, self._plain)
+        return self._draft_block(anchors, positions, slots, rings, self.weights.draft, self._plain, choose)
 
     def _angles(self, positions: Tensor) -> _Angles:
         compressed = self._rope_angles(positions, self._compressed)

@@ -19,8 +19,8 @@ from deepinfer.models.deepseek_v41.config import ModelConfig, parse_config
 from deepinfer.models.deepseek_v41.graph import ForwardResult, Graph
 from deepinfer.models.deepseek_v41.topology import Topology
 from deepinfer.models.deepseek_v41.weights import load_weights
-from deepinfer.models.traits import ModelTraits
-from deepinfer.ops.draft import DraftResult
+from deepinfer.models.traits import ModelTraits, number_of_drafts
+from deepinfer.ops.draft import Choose, DraftResult
 from deepinfer.ops.step import StepInputs
 
 if TYPE_CHECKING:
@@ -71,15 +71,18 @@ class DeepseekV41:
         numerics: Numerics,
         *,
         page_size: int,
-        max_draft: int,
+        max_draft: int | None = None,
+        confidence_temperatures: tuple[float, ...] = (1.0,),
         replay: Literal["compact", "mask"] = "compact",
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        if max_draft > config.dspark_block_size:
+        block_size = config.dspark_block_size if config.num_nextn_predict_layers else 0
+        max_draft = number_of_drafts(max_draft, block_size)
+        if len(confidence_temperatures) not in (1, config.dspark_block_size):
             raise ConfigError(
-                f"{max_draft} drafts per step were asked for, the checkpoint drafts blocks of "
-                f"{config.dspark_block_size}; use a value from 0 to {config.dspark_block_size}",
-                field="use_nextn_decode",
+                f"{len(confidence_temperatures)} temperatures are listed, the checkpoint drafts blocks of "
+                f"{config.dspark_block_size}; give one number, or {config.dspark_block_size} of them",
+                field="dflash_confidence_head_temperature",
             )
         self.config, self.numerics, self.table = config, numerics, table
         self.topology = Topology.from_config(config)
@@ -88,16 +91,17 @@ class DeepseekV41:
         self.weights = load_weights(
             checkpoint, config, self.topology, self.layout, backend, numerics, self.device, progress=progress
         )
+        if self.weights.draft is not None:
+            self.weights.draft.temperature[:] = torch.tensor(confidence_temperatures)
         self.load_stats = checkpoint.stats
         self.graph = Graph(config, self.weights, table, replay=replay)
-        has_drafter = self.weights.draft is not None
         self.traits = ModelTraits(
             vocab_size=config.vocab_size,
             context=config.max_position_embeddings,
             eos_token_ids=frozenset({config.eos_token_id}),
             image_token_id=config.image_token_id if config.vision is not None else None,
             ngram_size=config.engram_max_ngram_size if config.engram_layer_ids else 1,
-            max_drafts=max_draft if has_drafter else 0,
+            max_drafts=max_draft,
             page_size=page_size,
             page_bytes=self.layout.page_bytes,
             slot_bytes=self.layout.slot_bytes,
@@ -125,9 +129,11 @@ class DeepseekV41:
         """Run all rows of a step; see `Graph.forward`."""
         return self.graph.forward(inputs, storage)
 
-    def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: CacheStorage) -> DraftResult:
+    def draft(
+        self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: CacheStorage, choose: Choose | None = None
+    ) -> DraftResult:
         """Propose a block after each anchor; see `Graph.draft`."""
-        return self.graph.draft(anchors, positions, slots, storage)
+        return self.graph.draft(anchors, positions, slots, storage, choose)
 
 
 def load(
@@ -136,7 +142,8 @@ def load(
     numerics: Numerics,
     *,
     page_size: int = 128,
-    max_draft: int = 5,
+    max_draft: int | None = None,
+    confidence_temperatures: tuple[float, ...] = (1.0,),
     replay: Literal["compact", "mask"] = "compact",
     fallback: Any = "warn",
     overrides: str = "",
@@ -163,6 +170,7 @@ def load(
             numerics,
             page_size=page_size,
             max_draft=max_draft,
+            confidence_temperatures=confidence_temperatures,
             replay=replay,
             progress=progress,
         )
@@ -178,23 +186,25 @@ def build(
         settings.numerics(),
         page_size=settings.page_size,
         max_draft=settings.use_nextn_decode,
+        confidence_temperatures=settings.confidence_temperatures,
         replay="mask" if settings.yoco_prefill_truncation_mode == "mask" else "compact",
         fallback=settings.fallback,
         overrides=settings.ops,
         resolve=resolve,
     )
     if settings.yoco_prefill_truncation_mode != "off":
-        _check_replay(model.config, settings)
+        _check_replay(model, settings)
     return model
 
 
-def _check_replay(config: ModelConfig, settings: Settings) -> None:
+def _check_replay(model: DeepseekV41, settings: Settings) -> None:
     """Decode rows must find a full window among the kept rows, also when rows past a boundary are taken back."""
-    least = config.sliding_window + 2 * (settings.use_nextn_decode + 1)
+    window, rows = model.config.sliding_window, model.traits.max_drafts + 1
+    least = window + 2 * rows
     if settings.yoco_prefill_keep_tokens < least:
         raise ConfigError(
             f"{settings.yoco_prefill_keep_tokens} kept tokens are too few for DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE="
-            f"{settings.yoco_prefill_truncation_mode}; use at least {least} (the window of {config.sliding_window} and "
-            f"2 x {settings.use_nextn_decode + 1} rows that may be taken back)",
+            f"{settings.yoco_prefill_truncation_mode}; use at least {least} (the window of {window} and "
+            f"2 x {rows} rows that may be taken back)",
             field="yoco_prefill_keep_tokens",
         )
