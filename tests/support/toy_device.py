@@ -20,7 +20,7 @@ from deepinfer.engine.grammars import CUT
 from deepinfer.engine.runner import StepResult
 from deepinfer.scheduler.plan import Move, StepPlan
 
-__all__ = ["Ask", "LateDevice", "ToyRunner", "say_alone"]
+__all__ = ["Ask", "LateDevice", "StepFailed", "ToyRunner", "say_alone"]
 
 VOCAB, EOS, FIRST_LETTER, PAGE = 37, 1, 6, 4
 RING = 24
@@ -151,10 +151,9 @@ class ToyRunner:
         self.num_drafts = num_drafts
         self.moved_step = -1
         self.host: dict[int, HostCopy] = {}
-        self.most_rows = 0
         self._asks, self._script, self._host_bytes = asks, script, host_bytes
-        self._fails, self._bad = fails, bad
-        self._pages: dict[int, list[int]] = {}
+        self._fails, self.bad = fails, bad
+        self.pages: dict[int, list[int]] = {}
         self._rings: dict[int, dict[int, int]] = {}
         self._records: dict[int, Record] = {}
         self._broken: set[int] = set()
@@ -174,7 +173,7 @@ class ToyRunner:
         """Forget what a slot and pages held."""
         self._rings.pop(slot, None)
         for page in pages.tolist():
-            self._pages.pop(page, None)
+            self.pages.pop(page, None)
 
     # ---- moves -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +189,7 @@ class ToyRunner:
         for move in plan.restores:
             copy = self.host.pop(move.key)
             self._rings[move.slot], self._records[move.slot] = copy.ring, copy.record
-            self._pages.update(zip(move.pages.tolist(), copy.pages, strict=True))
+            self.pages.update(zip(move.pages.tolist(), copy.pages, strict=True))
         for snapshot, slot in plan.slot_copies.tolist():
             self._rings[slot] = dict(self._rings[snapshot])
         for key in plan.dropped:
@@ -198,7 +197,7 @@ class ToyRunner:
         self.moved_step = plan.step
 
     def _copy_out(self, move: Move) -> HostCopy:
-        pages = [list(self._pages.get(page, [-1] * PAGE)) for page in move.pages.tolist()]
+        pages = [list(self.pages.get(page, [-1] * PAGE)) for page in move.pages.tolist()]
         record = replace(deepcopy(self._records[move.slot]), table={})
         return HostCopy(pages, dict(self._rings.get(move.slot, {})), record)
 
@@ -221,7 +220,7 @@ class ToyRunner:
     def _text(self, record: Record) -> Iterator[int]:
         """The tokens that stand, from the pages."""
         for position in range(record.length):
-            yield self._pages[record.table[position // PAGE]][position % PAGE]
+            yield self.pages[record.table[position // PAGE]][position % PAGE]
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
@@ -237,7 +236,6 @@ class ToyRunner:
             if number == 0 and plan.step in self._fails:
                 raise StepFailed(f"ordered: step {plan.step}")
         assert not host_tokens
-        self.most_rows = max(self.most_rows, sum(map(len, fed)))
         result = self._sample(plan, fed, states, None if masks is None else masks.take())
         for slot, snapshot in plan.snapshot_copies.tolist():
             self._rings[snapshot] = dict(self._rings.get(slot, {}))
@@ -261,7 +259,7 @@ class ToyRunner:
         for position, token in enumerate(tokens, record.length):
             page = record.table[position // PAGE]
             assert page > 0
-            self._pages.setdefault(page, [-1] * PAGE)[position % PAGE] = token
+            self.pages.setdefault(page, [-1] * PAGE)[position % PAGE] = token
             state = remember(state, token, position)
             ring[position] = state
             ring.pop(position - RING, None)
@@ -285,7 +283,7 @@ class ToyRunner:
             is_prefill = bool(plan.is_prefill[index])
             first = rows - 1 if is_prefill else 0
             drawn, stands = self._draw_rows(record, fed[index], states[index], first, start, masks)
-            if plan.step in self._bad and start == 0:
+            if plan.step in self.bad and start == 0:
                 status[0], stands = BAD_LOGITS, 1
             tokens[start : start + len(drawn)] = drawn
             sampled[index], accepted[index] = len(drawn), stands
