@@ -72,6 +72,12 @@ def test_many_prompts(cache):
     assert lines[3].startswith("[-5] is refused: InvalidRequest: prompt_token_ids: id -5 at index 0")
 
 
+def test_async_stream(cache):
+    lines = run(str(ROOT / "examples" / "async_stream.py"), cache=cache).splitlines()
+    assert lines[0].startswith("finished: 24 tokens, abandoned: after ")
+    assert lines[1:] == ["EngineDead: make a new AsyncLLM", "after a restart: the same tokens"]
+
+
 def test_the_minimal_backend_is_found_and_binds_its_kernel(cache, acme):
     out = run("-m", "deepinfer", "backends", "ops", "acme", "--json", cache=cache, PYTHONPATH=path_of(acme))
     bound = {row["op"]: row for row in json.loads(out)["ops"]}
@@ -129,4 +135,4 @@ def test_the_minimal_backend_says_when_its_board_is_absent(cache, acme):
 
 def test_every_example_is_tested():
     programs = {path.name for path in (ROOT / "examples").iterdir()}
-    assert programs == {"offline_generate.py", "many_prompts.py", "minimal-backend"}
+    assert programs == {"async_stream.py", "offline_generate.py", "many_prompts.py", "minimal-backend"}

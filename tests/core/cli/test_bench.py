@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from deepinfer.checkpoint.synthetic import make_checkpoint
 from deepinfer.cli import build_app
-from deepinfer.cli.bench import read_requests
+from deepinfer.cli.bench_load import read_requests
 from deepinfer.errors import InvalidRequest
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -99,8 +99,51 @@ def test_arrivals_are_put_in_order(tmp_path: Path) -> None:
     assert [job.prompt for job in read_requests(path)] == ["a", "b"]
 
 
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
+@pytest.mark.parametrize("acceptance", ["0.9,0.1", pytest.param(None, marks=pytest.mark.slow)])
+def test_speculation(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, acceptance: str | None) -> None:
+    monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("DEEPINFER_DECODE_PERF_CACHE_DIR", str(tmp_path / "costs"))
+    small = ("--num-requests", 2, "--input-len", 4, "--output-len", 10, "--max-num-seqs", 2, "--max-model-len", 128)
+    words = ("bench", "spec", "--model", tiny, "--accelerator", "cpu", *small, "--repeats", 1)
+    script = () if acceptance is None else ("--acceptance", acceptance)
+    files = ("--output", tmp_path / "report.json", "--plot", tmp_path / "plot.png")
+    shown = run(*words, *script, *files).stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    block = report["block_size"]
+    labels = [entry["drafts"] for entry in report["lengths"]]
+    assert labels == [*map(str, range(block + 1)), "scheduled"]
+    assert all(f"\n  {label} " in shown for label in labels)
+    for entry in report["lengths"]:
+        assert entry["same_tokens"]
+        assert entry["generated_tokens"] == 20
+        assert entry["tokens_per_second"] == pytest.approx(20 / entry["seconds"])
+    for count, entry in enumerate(report["lengths"][1:-1], 1):
+        drafts = entry["speculation"]
+        assert len(drafts["verified"]) == count
+        assert all(more <= fewer for fewer, more in pairwise(drafts["accepted"]))
+        assert all(stand <= judged for stand, judged in zip(drafts["accepted"], drafts["verified"], strict=True))
+        assert 1 <= entry["tokens_per_sequence_step"] <= 1 + count
+    if acceptance is not None:
+        assert report["acceptance"] == [0.9, 0.1]
+        # Nine of ten drafts of one request and one of ten of the other.
+        assert 0.2 < report["lengths"][1]["acceptance"] < 0.8
+        assert report["lengths"][block]["steps"] < report["lengths"][0]["steps"]
+    assert list(report["step_times"]) == ["no drafter", *(f"{count} verified" for count in range(block + 1))]
+    assert all(times["seconds"] > 0 < times["processor_seconds"] for times in report["step_times"].values())
+    assert "a step of 2 sequences: no drafter " in shown
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text", ["", "x", "0.5,", "1.5", "-0.1", "nan"])
+def test_bad_acceptance(text: str) -> None:
+    result = call("bench", "spec", "--acceptance", text)
+    assert isinstance(result.exception, InvalidRequest)
+    assert f"--acceptance: {text!r} is not a probability or a comma list of them" in str(result.exception)
+
+
 def test_missing_directories_are_said_before_anything_runs(tmp_path: Path) -> None:
-    for words in (("bench", "--output"), ("generate", "x", "--trace")):
+    for words in (("bench", "throughput", "--output"), ("bench", "spec", "--plot"), ("generate", "x", "--trace")):
         result = call(*words, tmp_path / "nowhere" / "file.json")
         assert isinstance(result.exception, InvalidRequest)
         assert f"{words[-1]}: there is no directory {tmp_path / 'nowhere'}" in str(result.exception)

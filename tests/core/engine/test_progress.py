@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from deepinfer.engine import progress
-from deepinfer.engine.progress import GenerationProgress
+from deepinfer.engine.progress import GenerationProgress, StartProgress
 
 
 def grown(reason: str | None) -> SimpleNamespace:
@@ -34,3 +34,18 @@ def test_counts_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with GenerationProgress(2, enabled=False) as bar:
         bar.update([grown("stop")])
     assert console.export_text() == ""
+
+
+def test_a_start_elsewhere_shows_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level("INFO", logger="deepinfer"), StartProgress() as silent:
+        silent.show("loading tiny")
+    assert caplog.messages == ["loading tiny"]
+    assert capsys.readouterr() == ("", "")
+    console = Console(force_terminal=True, width=120, record=True)
+    monkeypatch.setattr("rich.console.Console", lambda stderr: console)
+    with StartProgress() as shown:
+        shown.show("loading tiny")
+        shown.show("allocating caches")
+    assert "allocating caches" in console.export_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from deepinfer.errors import GrammarError
 from deepinfer.grammar import GrammarCompiler, Vocabulary
+from deepinfer.grammar.worker import time_limit
 from deepinfer.grammar.worker_process import Cancelled, WorkerProcess
 from deepinfer.sampling.structured import StructuredOutput
 
@@ -100,6 +102,27 @@ def test_a_crash_is_an_error_of_its_grammar(tiny_vocabulary: Vocabulary, how: st
         for _ in range(2):
             with pytest.raises(GrammarError, match=f"regex: this grammar crashed its compiler .{cause}."):
                 worker.compile("regex", "a", 60)
+    finally:
+        worker.close()
+
+
+@pytest.mark.skipif(not hasattr(signal, "getitimer"), reason="this system has no interval timers")
+def test_the_clock_of_a_grammar_stops_with_it() -> None:
+    """A worker that idles longer than a grammar may take is there for the next one."""
+    with time_limit(30.0):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 30
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_a_worker_that_was_killed_while_idle_starts_again(tiny_vocabulary: Vocabulary) -> None:
+    worker = WorkerProcess(tiny_vocabulary)
+    try:
+        worker.start()
+        process = worker._process
+        assert process is not None
+        process.kill()
+        process.wait(30)
+        assert worker.compile("regex", "abc", 60)
     finally:
         worker.close()
 

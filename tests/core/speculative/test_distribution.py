@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.ops.rejection import draw_drafts, judge_drafts
 from deepinfer.ops.sampling import sample_rows
 from deepinfer.ops.verification import verify_coupled
 from deepinfer.sampling.rng import exponential, log, random_words
@@ -61,7 +62,8 @@ def naive_draw(scaled: Tensor, words: Tensor) -> Tensor:
 def test_draws_from_a_large_vocabulary_follow_its_tail(draws: int) -> None:
     probabilities = long_tail()
     scaled = probabilities.log().to(torch.float32)[None]
-    found, naive = [], []
+    found: list[int] = []
+    naive: list[int] = []
     for first in range(0, draws, 8):
         seeds = torch.arange(first, first + 8)
         zero = torch.zeros_like(seeds)
@@ -71,13 +73,13 @@ def test_draws_from_a_large_vocabulary_follow_its_tail(draws: int) -> None:
         assert (noise > -23).all()  # log E is at least log 2**-33; infinite noise loses, and is never -inf.
         tokens = sample_rows(scaled.expand(8, -1), torch.ones(8), seeds, zero + 17, zero)
         assert torch.isfinite(noise.gather(1, tokens[:, None])).all()
-        found.append(tokens)
-        naive.append(naive_draw(scaled, words))
-    counts, expected = tail_counts(torch.cat(found), probabilities)
+        found += tokens.tolist()
+        naive += naive_draw(scaled, words).tolist()
+    counts, expected = tail_counts(torch.tensor(found), probabilities)
     assert counts.sum() == draws
     assert chi_square(counts, expected) < 4
     if draws >= 20_000:  # 0.4 % of naive draws are random ids: this many draws tell them apart.
-        assert chi_square(*tail_counts(torch.cat(naive), probabilities)) > 4
+        assert chi_square(*tail_counts(torch.tensor(naive), probabilities)) > 4
 
 
 def distributions(seed: int, vocab: int, distance: float) -> tuple[Tensor, Tensor]:
@@ -115,9 +117,37 @@ def test_coupled_acceptance_is_what_the_formula_says(seed: int, vocab: int, dist
     assert float((target * draft).sum()) < expected <= float(torch.minimum(target, draft).sum()) + 1e-12
 
 
-WORDS = 4
-TARGET = np.array([0.1, 0.2, 0.3, 0.4])
-DRAFT = np.array([0.4, 0.3, 0.2, 0.1])
+def rejection_draws(target: Tensor, draft: Tensor, draws: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafts, the tokens after judging them, and the tokens where none is judged: int64 [draws] each."""
+    seeds = torch.arange(draws) * 7919 + seed
+    positions, completions = torch.full((draws,), 12), torch.zeros(draws, dtype=torch.int64)
+    scaled, proposed = (p.log().float().expand(draws, -1).contiguous() for p in (target, draft))
+    drafts = draw_drafts(proposed, seeds, positions, completions, positions - 2)
+    judged = judge_drafts(scaled, proposed, drafts, seeds, positions, completions)
+    return drafts, judged, sample_rows(scaled, torch.ones(draws), seeds, positions, completions)
+
+
+@pytest.mark.parametrize(
+    ("seed", "vocab", "distance"), [(0, 2, 1.0), (1, 5, 0.0), (2, 9, 1.0), (3, 40, 0.7), (4, 7, 3.0)]
+)
+def test_rejection_keeps_the_distribution_and_accepts_most(seed: int, vocab: int, distance: float) -> None:
+    target, draft = distributions(seed, vocab, distance)
+    draws = 40_000
+    drafts, judged, fresh = rejection_draws(target, draft, draws, seed)
+    for tokens, mass in ((drafts, draft), (judged, target), (fresh, target)):
+        counts = torch.bincount(tokens, minlength=vocab).numpy()
+        assert chi_square(counts, mass.numpy() * draws) < 4
+    expected = float(torch.minimum(target, draft).sum())
+    deviation = 5 * math.sqrt(expected * (1 - min(expected, 1)) / draws)
+    assert abs(float((judged == drafts).double().mean()) - expected) <= deviation
+    # A refused draft says nothing about what is drawn without one.
+    pairs = torch.bincount(judged * vocab + fresh, minlength=vocab * vocab).numpy()
+    if vocab < 10:
+        assert chi_square(pairs, np.outer(target, target).ravel() * draws) < 4
+
+
+TARGET = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+DRAFT = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
 SURE = np.array([0.95, 0.95, 0.02, 0.02], np.float32)
 """Confidence of a second draft by the first one: it says which token the first one was."""
 
@@ -133,25 +163,23 @@ def first_tokens(rounds: int, *, unbiased: bool) -> NDArray[np.int64]:
     # One draft is never worth its row; two are where the second is all but sure.
     curve = CostCurve((1, 2, 3), (1.0, 1.65, 1.7), 0.0, padded=True)
     planner = VerificationPlanner(2, 2, StepCosts(curve), lookahead=0, unbiased=unbiased)
-    counts = np.zeros(WORDS, np.int64)
-    residual = np.maximum(TARGET - DRAFT, 0) / np.maximum(TARGET - DRAFT, 0).sum()
+    counts = np.zeros(TARGET.shape[0], np.int64)
     verified, accepted = np.zeros((2, 1), np.int32)
-    for _ in range(rounds):
-        draft = int(rng.choice(WORDS, p=DRAFT))
+    draws = (tokens.tolist() for tokens in rejection_draws(TARGET, DRAFT, rounds, 5))
+    for draft, judged, fresh in zip(*draws, strict=True):
         planner.read(slot, verified, accepted, np.array([[0.6, SURE[draft]]], np.float32))
         verified = planner.lengths(slot, limit, other_rows=0, max_rows=3)
-        stands = rng.random(2) < [min(TARGET[draft] / DRAFT[draft], 1), SURE[draft]]
-        judged = draft if stands[0] else rng.choice(WORDS, p=residual)
-        counts[judged if verified[0] else rng.choice(WORDS, p=TARGET)] += 1
+        counts[judged if verified[0] else fresh] += 1
+        stands = [draft == judged, rng.random() < SURE[draft]]
         accepted = np.minimum(np.cumprod(stands).sum(), verified).astype(np.int32)
     return counts
 
 
 def test_scheduled_rejection_keeps_the_distribution() -> None:
     counts = first_tokens(8000, unbiased=True)
-    assert chi_square(counts, TARGET * counts.sum()) < 4
+    assert chi_square(counts, TARGET.numpy() * counts.sum()) < 4
 
 
 def test_the_statistic_sees_a_schedule_that_looks_ahead() -> None:
     counts = first_tokens(8000, unbiased=False)
-    assert chi_square(counts, TARGET * counts.sum()) > 8
+    assert chi_square(counts, TARGET.numpy() * counts.sum()) > 8

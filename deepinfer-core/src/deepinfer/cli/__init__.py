@@ -21,7 +21,7 @@ __all__ = ["COMMANDS", "build_app", "main"]
 
 COMMANDS = {
     "backends": "deepinfer.cli.backends:app",
-    "bench": "deepinfer.cli.bench:bench",
+    "bench": "deepinfer.cli.bench:app",
     "checkpoint": "deepinfer.cli.checkpoint:app",
     "doctor": "deepinfer.cli.doctor:doctor",
     "env": "deepinfer.cli.env:env",

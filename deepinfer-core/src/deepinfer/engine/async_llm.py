@@ -15,12 +15,12 @@ from deepinfer.engine.front_end import FrontEnd, Ticket
 from deepinfer.engine.handle import EngineHandle
 from deepinfer.engine.loader import LoadedModel, load_codec, load_model
 from deepinfer.engine.local import LocalEngine
-from deepinfer.engine.messages import Loop
+from deepinfer.engine.messages import CLOSED, Loop
 from deepinfer.engine.outputs import RequestOutput
 from deepinfer.engine.process.client import ProcessLoop
 from deepinfer.engine.prompts import Prompt, split_prompts, spread_priorities
 from deepinfer.engine.streams import RequestStream, Streams
-from deepinfer.engine.thread_loop import CLOSED, ThreadLoop
+from deepinfer.engine.thread_loop import ThreadLoop
 from deepinfer.errors import EngineDead, InvalidRequest
 from deepinfer.observe.trace import StepTrace
 from deepinfer.sampling.params import SamplingParams
@@ -91,6 +91,11 @@ class AsyncLLM(EngineHandle):
         streams.abandon = loop.abort
         # Runs when this object is collected or the interpreter exits; the loop knows nothing of this object.
         self._closer = weakref.finalize(self, loop.close)
+
+    @property
+    def loop_pid(self) -> int:
+        """Id of the process that turns the loop; this one's with `in_process`."""
+        return self._loop.pid
 
     @property
     def stats(self) -> Any:
@@ -200,8 +205,8 @@ class AsyncLLM(EngineHandle):
         order = ticket.order(self._front.next_number(), spread_priorities(priority, 1)[0])
         self._check_alive()
         self._streams.add(order.number, stream)
-        self._loop.submit(order)
         try:
+            self._loop.submit(order)
             while True:
                 await stream.event.wait()
                 stream.event.clear()

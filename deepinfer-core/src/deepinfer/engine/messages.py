@@ -18,7 +18,10 @@ from deepinfer.models.traits import ModelTraits
 from deepinfer.observe.trace import StepTrace
 from deepinfer.sampling.params import SamplingParams
 
-__all__ = ["EngineFacts", "Listener", "Loop", "Order", "Update"]
+__all__ = ["CLOSED", "EngineFacts", "Listener", "Loop", "Order", "Update"]
+
+CLOSED = "this AsyncLLM was closed; make a new one"
+"""Why nothing more comes of a loop that was closed."""
 
 
 @dataclass(frozen=True)
@@ -121,23 +124,34 @@ class Loop(Protocol):
     """A step loop as its front end sees it. Every method may be called on any thread.
 
     Attributes:
-        facts: of the engine. stats: counts since the start (`EngineStats`), as of the last step that was heard of.
+        facts: of the engine.
+        pid: id of the process that turns it.
+        stats: counts since the start (`EngineStats`), as of the last step that was heard of.
     """
 
     facts: EngineFacts
+    pid: int
     stats: Any
 
     def submit(self, order: Order) -> None:
-        """Queue an order. Does not wait for the loop."""
+        """Queue an order. Does not wait for the loop.
+
+        Raises:
+            InvalidRequest: it cannot be sent.
+        """
 
     def abort(self, number: int) -> None:
         """End what runs of an order. Does not wait for the loop."""
 
     def metrics_text(self) -> str:
-        """Counters, gauges and histograms in the text format of Prometheus."""
+        """Counters, gauges and histograms in the text format of Prometheus.
+
+        Raises:
+            EngineDead: the loop has ended.
+        """
 
     def trace(self) -> StepTrace:
-        """A record of every step from now on."""
+        """A record of every step from now on; errors as `metrics_text`."""
 
     def close(self) -> None:
         """End the loop and free what it holds; waits for the step in flight. A second call does nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,8 @@ def step_costs(loaded: LoadedModel, settings: Settings, runner: ModelRunner, con
         "rows": edges,
         "sequences": sequences,
         "drafts": config.num_drafts,
+        "drafter": "model" if runner.drafter is None else type(runner.drafter).__qualname__,
+        "verification": settings.draft_verification,
         "page_size": config.page_size,
     }
     curve = load_curve(directory, key, max_age=settings.decode_perf_cache_ttl_sec)
@@ -126,12 +129,19 @@ class _Spread:
         return (each + (np.arange(slots.size) < more)).astype(np.int32)
 
 
-def time_step(runner: ModelRunner, config: SchedulerConfig, rows: int, sequences: int) -> float:
+def time_step(
+    runner: ModelRunner,
+    config: SchedulerConfig,
+    rows: int,
+    sequences: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Seconds of a decode step with so many rows of so many sequences, from launch to result.
 
     Args:
         runner, config: of an engine that serves nothing, with room for the sequences.
         rows, sequences: at least one and at most 1 + N rows a sequence.
+        clock: what time is taken with.
     """
     scheduler = Scheduler(
         replace(config, preempt_every=0),
@@ -153,9 +163,9 @@ def time_step(runner: ModelRunner, config: SchedulerConfig, rows: int, sequences
         step = scheduler.plan()
         if step is None or step.plan.num_sequences != sequences:
             raise RuntimeError(f"{sequences} sequences do not run together")
-        start = time.perf_counter()
+        start = clock()
         result = runner.launch(step.plan).read()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
         scheduler.correct(step, result.accepted)
         scheduler.complete(step.plan.step)
     for request in requests:

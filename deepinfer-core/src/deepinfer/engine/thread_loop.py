@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from typing import Any
 
+from deepinfer.engine.core import EngineCore
 from deepinfer.engine.local import LocalEngine
 from deepinfer.engine.loop import EngineLoop
-from deepinfer.engine.messages import Listener, Order
+from deepinfer.engine.messages import CLOSED, Listener, Order
 from deepinfer.engine.metrics import metrics_text
 from deepinfer.errors import DeepInferError, EngineDead
 from deepinfer.observe.trace import StepTrace
 
-__all__ = ["CLOSED", "ThreadLoop"]
+__all__ = ["ThreadLoop"]
 
 _logger = logging.getLogger("deepinfer.engine")
-
-CLOSED = "this AsyncLLM was closed; make a new one"
 
 
 class ThreadLoop:
@@ -32,6 +32,7 @@ class ThreadLoop:
     def __init__(self, engine: LocalEngine, listener: Listener) -> None:
         self.facts = engine.facts
         self.core = engine.core
+        self.pid = os.getpid()
         self.stats: Any = engine.core.stats
         self._loop = EngineLoop(engine.core, engine.codec)
         self._listener = listener
@@ -51,11 +52,11 @@ class ThreadLoop:
 
     def metrics_text(self) -> str:
         """Counters, gauges and histograms in the text format of Prometheus."""
-        return metrics_text({"0": self.core})
+        return metrics_text({"0": self._alive()})
 
     def trace(self) -> StepTrace:
         """A record of every step from now on."""
-        trace = self.core.recorder.trace = StepTrace()
+        trace = self._alive().recorder.trace = StepTrace()
         return trace
 
     def close(self) -> None:
@@ -65,6 +66,12 @@ class ThreadLoop:
             self._wake.notify()
         if self._thread is not threading.current_thread():  # The collector may run on any thread.
             self._thread.join()
+
+    def _alive(self) -> EngineCore:
+        core: EngineCore | None = self.__dict__.get("core")
+        if core is None:
+            raise EngineDead(CLOSED)
+        return core
 
     def _post(self, command: Order | int) -> None:
         with self._wake:

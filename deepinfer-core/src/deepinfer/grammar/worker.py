@@ -16,7 +16,7 @@ from deepinfer.grammar.frames import Job, Reply, Setup, receive, send
 from deepinfer.grammar.library import GrammarLibrary, clean_message
 from deepinfer.grammar.vocabulary import Vocabulary
 
-__all__ = ["main", "serve"]
+__all__ = ["main", "serve", "time_limit"]
 
 WARNING = "Warning: "
 
@@ -36,8 +36,9 @@ def serve(channel: socket.socket) -> None:
             job = receive(channel, Job)
         except EOFError:
             return
-        _limit_time(job.timeout_s)
-        send(channel, _answer(library, job))
+        with time_limit(job.timeout_s):
+            reply = _answer(library, job)
+        send(channel, reply)
 
 
 def _answer(library: GrammarLibrary, job: Job) -> Reply:
@@ -70,10 +71,17 @@ def _standard_error() -> Iterator[BinaryIO]:
             os.close(saved)
 
 
-def _limit_time(seconds: float) -> None:
-    """End this process if its parent, which watches the clock too, has died."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, seconds + 5.0)
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Let the system end this process if it works much longer: its parent, which watches the clock too, has died."""
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, seconds + 5.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)  # A worker may idle as long as it likes.
 
 
 def _limit_memory(more: int) -> None:

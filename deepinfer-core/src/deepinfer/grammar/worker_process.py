@@ -54,8 +54,9 @@ class WorkerProcess:
             GrammarError: it did not come up.
             Cancelled: as asked.
         """
-        if self._process is not None:
+        if self._process is not None and self._process.poll() is None:
             return
+        self._stop()  # It ended while it had nothing to do: no fault of the next grammar.
         ours, theirs = socket.socketpair()
         # A worker finds the same packages as this process, wherever it has them from.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

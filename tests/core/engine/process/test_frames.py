@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer import SamplingParams, StructuredOutput
+from deepinfer.engine.core import EngineStats
 from deepinfer.engine.messages import Order, Update
 from deepinfer.engine.outputs import Logprob, RequestMetrics
 from deepinfer.engine.process.errors import LoopTraceback, pack_error, unpack_error
@@ -35,6 +36,7 @@ from deepinfer.errors import (
     GrammarError,
     InvalidRequest,
 )
+from deepinfer.speculative.statistics import SpeculationStatistics
 
 IDS = st.integers(0, 2**31 - 1)
 GRAMMARS = st.sampled_from(
@@ -102,6 +104,22 @@ def test_news_cross() -> None:
     error = there.refused[3]
     assert type(error) is InvalidRequest
     assert (str(error), error.field) == ("seed: no", "seed")
+
+
+def test_counts_cross() -> None:
+    speculation = SpeculationStatistics(5)
+    drafted, verified, accepted = np.array([5, 3, 0], np.int32), np.array([4, 3, 0], np.int32), np.array([4, 1, 0])
+    speculation.observe(drafted, verified, accepted.astype(np.int32), np.full((3, 5), 0.7, np.float32))
+    stats = EngineStats(steps=3, decode_seconds=0.1, finished={"length": 2}, speculation=speculation)
+    there = decode_news(encode(News(stats=stats))[8:])
+    assert isinstance(there, News)
+    assert there.stats is not None
+    assert there.stats.speculation is not None
+    assert there.stats.speculation.to_dict() == speculation.to_dict()
+    there.stats.speculation.observe(drafted, verified, accepted.astype(np.int32), np.full((3, 5), 0.7, np.float32))
+    assert there.stats.accepted_drafts == 10
+    there.stats.speculation = stats.speculation
+    assert there.stats == stats
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6))

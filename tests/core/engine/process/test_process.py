@@ -77,11 +77,6 @@ def open_sockets() -> int:
     return sum(os.readlink(entry).startswith("socket:") for entry in folder.iterdir() if entry.is_symlink())
 
 
-def pid_of(llm: AsyncLLM) -> int:
-    assert isinstance(llm._loop, ProcessLoop)
-    return llm._loop.pid
-
-
 def has_ended(pid: int) -> bool:
     """Whether a process is gone; it may need a moment. One that nobody has waited for yet is gone too."""
     for _ in range(1200):
@@ -161,14 +156,10 @@ def test_refusals_keep_their_type_and_field(shared: AsyncLLM) -> None:
     assert caught.value.field == "prompt_token_ids"
     with pytest.raises(InvalidRequest, match="temperature: -1 is not"):
         run(collect(shared, [7], {"temperature": -1}))
+    with pytest.raises(InvalidRequest, match="holds a lone surrogate at position 1"):
+        run(collect(shared, [7], request_id="a\ud800"))
+    assert run(collect(shared, [7], SamplingParams(max_tokens=1)))[-1].finished
     assert shared.stats.failed_steps == 0
-
-
-def test_what_never_fits_is_refused_by_the_loop(path: Path) -> None:
-    with AsyncLLM(path, **SETTINGS, num_pages=2) as llm:
-        with pytest.raises(CapacityError, match="request '0' can need 3 pages .* the pool has 2"):
-            run(collect(llm, [7] * 40, SamplingParams(max_tokens=4)))
-        assert len(run(collect(llm, [7], SamplingParams(max_tokens=2)))[-1].outputs[0].token_ids) > 0
 
 
 @pytest.mark.parametrize("way", ["break", "cancel", "abort"])
@@ -221,18 +212,31 @@ def test_errors_of_the_start_are_those_of_llm(path: Path, tmp_path: Path) -> Non
     broken = make_checkpoint(tmp_path / "broken", "tiny")
     shard = next(broken.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-100])
-    for model, settings in ((broken, {}), (tmp_path / "none", {}), (path, {"accelerator": "quantum"})):
-        with pytest.raises((CheckpointError, AcceleratorUnavailable)) as local:
-            LLM(model, **{**SETTINGS, **settings})
-        with pytest.raises(type(local.value)) as crossed:
-            AsyncLLM(model, **{**SETTINGS, **settings})
+    for model, wrong, kind in (
+        (broken, {}, CheckpointError),
+        (path, {"accelerator": "quantum"}, AcceleratorUnavailable),
+        (path, {"max_model_len": 10**9}, ConfigError),
+    ):
+        with pytest.raises(kind) as local:
+            LLM(model, **{**SETTINGS, **wrong})
+        with pytest.raises(kind) as crossed:
+            AsyncLLM(model, **{**SETTINGS, **wrong})
+        assert type(crossed.value) is type(local.value)
         assert str(crossed.value) == str(local.value)
         assert vars(crossed.value) == vars(local.value)
         assert isinstance(crossed.value.__cause__, LoopTraceback)
-        assert "load_model" in str(crossed.value.__cause__)
-    with pytest.raises(ConfigError) as caught:
-        AsyncLLM(path, **{**SETTINGS, "max_model_len": 10**9})
-    assert caught.value.field == "max_model_len"
+        assert "in start_engine" in str(crossed.value.__cause__)
+
+
+def test_progress_logs_and_refusals_of_the_loop(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="deepinfer"), AsyncLLM(path, **SETTINGS, num_pages=2) as llm:
+        with pytest.raises(CapacityError, match="request '0' can need 3 pages .* the pool has 2"):
+            run(collect(llm, [7] * 40, SamplingParams(max_tokens=4)))
+        assert run(collect(llm, [7], SamplingParams(max_tokens=2)))[-1].finished
+    said = [record.getMessage() for record in caplog.records]
+    assert any(text.startswith(f"loading {path}") for text in said)
+    assert any("allocating caches" in text for text in said)
+    assert any(text.startswith(f"{path}: read ") for text in said), "the loader's own record"
 
 
 def test_a_program_that_is_no_loop(path: Path) -> None:
@@ -249,15 +253,6 @@ def test_another_version_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch)
         AsyncLLM(path, **SETTINGS)
 
 
-def test_progress_and_logs_reach_this_process(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="deepinfer"), AsyncLLM(path, **SETTINGS):
-        pass
-    said = [record.getMessage() for record in caplog.records]
-    assert any(text.startswith(f"loading {path}") for text in said)
-    assert any("allocating caches" in text for text in said)
-    assert any(text.startswith(f"{path}: read ") for text in said), "the loader's own record"
-
-
 # ---- how it ends -----------------------------------------------------------------------------------------------------
 
 
@@ -268,11 +263,14 @@ def test_progress_and_logs_reach_this_process(path: Path, caplog: pytest.LogCapt
         (signal.SIGTERM, r"the loop's process was told to end by SIGTERM; make a new AsyncLLM"),
     ],
 )
-def test_a_signal_in_the_middle(path: Path, number: signal.Signals, said: str) -> None:
+def test_a_signal_in_the_middle(path: Path, shared: AsyncLLM, number: signal.Signals, said: str) -> None:
+    params = SamplingParams(seed=11, max_tokens=20, ignore_eos=True, logprobs=1)
+    expected = run(collect(shared, [7, 8, 9], params))[-1].outputs
     with AsyncLLM(path, **SETTINGS) as llm:
-        pid = pid_of(llm)
+        pid = llm.loop_pid
 
         async def main() -> None:
+            assert (await collect(llm, [7, 8, 9], params))[-1].outputs == expected, "another process, the same bits"
             waiting = [await begun(llm, [7, index]) for index in range(3)]
             os.kill(pid, number)
             for outputs in waiting:
@@ -291,7 +289,7 @@ def test_a_signal_in_the_middle(path: Path, number: signal.Signals, said: str) -
 def test_ctrl_c_is_the_front_ends_matter(shared: AsyncLLM) -> None:
     async def main() -> None:
         outputs = await begun(shared, [7])
-        os.kill(pid_of(shared), signal.SIGINT)
+        os.kill(shared.loop_pid, signal.SIGINT)
         assert [output async for output in outputs][-1].outputs[0].finish_reason == "length"
 
     run(main())
@@ -307,14 +305,14 @@ def test_closing_in_the_middle(path: Path) -> None:
                     pass
             with pytest.raises(EngineDead, match="was closed"):
                 await collect(llm, [7])
-            return pid_of(llm)
+            return llm.loop_pid
 
     assert has_ended(run(main()))
 
 
 def test_an_engine_that_nobody_holds_ends(path: Path) -> None:
     llm = AsyncLLM(path, **SETTINGS)
-    pid = pid_of(llm)
+    pid = llm.loop_pid
     run(collect(llm, [7], SamplingParams(max_tokens=2)))
     del llm
     gc.collect()
@@ -330,7 +328,7 @@ llm = AsyncLLM(sys.argv[1], accelerator="cpu", max_model_len=160, num_threads=1)
 async def main():
     outputs = llm.generate([5, 6], {"max_tokens": 150, "ignore_eos": True})
     await anext(outputs)
-    print(llm._loop.pid, flush=True)
+    print(llm.loop_pid, flush=True)
     if sys.argv[2] != "exit":
         os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 
@@ -345,12 +343,3 @@ def test_the_process_ends_with_the_program(path: Path, end: str, code: int) -> N
     )
     assert (done.returncode, done.stderr) == (code, "")
     assert has_ended(int(done.stdout))
-
-
-def test_the_same_bits_after_a_restart(path: Path, shared: AsyncLLM) -> None:
-    params = SamplingParams(seed=11, max_tokens=20, ignore_eos=True, logprobs=1)
-    expected = run(collect(shared, [7, 8, 9], params))[-1].outputs
-    with AsyncLLM(path, **SETTINGS) as llm:
-        os.kill(pid_of(llm), signal.SIGKILL)
-    with AsyncLLM(path, **SETTINGS) as llm:
-        assert run(collect(llm, [7, 8, 9], params))[-1].outputs == expected

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from deepinfer.engine.generation import EngineStats
-from deepinfer.engine.messages import EngineFacts, Listener, Order
+from deepinfer.engine.messages import CLOSED, EngineFacts, Listener, Order
 from deepinfer.engine.process.errors import unpack_error
 from deepinfer.engine.process.frames import (
     PROTOCOL,
@@ -36,10 +36,10 @@ from deepinfer.engine.process.frames import (
     Setup,
     decode_news,
     encode,
+    pack,
 )
 from deepinfer.engine.progress import StartProgress
-from deepinfer.engine.thread_loop import CLOSED
-from deepinfer.errors import CapabilityError, EngineDead
+from deepinfer.errors import CapabilityError, EngineDead, InvalidRequest
 from deepinfer.observe.trace import StepTrace
 from deepinfer.settings import Settings
 
@@ -84,6 +84,7 @@ class ProcessLoop:
         self._listener = listener
         self._owner = os.getpid()
         self._process, self._end = _launch(command)
+        self.pid = self._process.pid
         self._decoder = FrameDecoder()
         self._bodies: list[bytes] = []
         level = logging.getLogger("deepinfer").getEffectiveLevel()
@@ -93,7 +94,7 @@ class ProcessLoop:
             self._kill()
             raise
         self._wake = threading.Condition()
-        self._outbox: list[OrderFrame | Abort | Ask] = []
+        self._outbox: list[Any] = []
         self._closing = False
         self._dead: EngineDead | None = None
         self._numbers = itertools.count()
@@ -106,14 +107,19 @@ class ProcessLoop:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def pid(self) -> int:
-        """Id of the process."""
-        return self._process.pid
-
     def submit(self, order: Order) -> None:
-        """Queue an order."""
-        self._post(OrderFrame.of(order))
+        """Queue an order.
+
+        Raises:
+            InvalidRequest: a text in it is none.
+        """
+        try:
+            self._post(OrderFrame.of(order))
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"{error.object!r} holds a lone surrogate at position {error.start}, which no text has; remove it",
+                field="request",
+            ) from None
 
     def abort(self, number: int) -> None:
         """End what runs of an order."""
@@ -125,13 +131,20 @@ class ProcessLoop:
         Raises:
             EngineDead: the process ended before it answered.
         """
-        return self._ask("metrics").result()
+        future: Future[str] = Future()
+        number = next(self._numbers)
+        with self._wake:
+            if self._dead is not None:
+                raise self._dead
+            self._answers[number] = future
+        self._post(Ask(number, "metrics"))
+        return future.result()
 
     def trace(self) -> StepTrace:
         """A record of every step from now on; it grows as the loop reports."""
-        self._trace = StepTrace()
-        self._ask("trace")
-        return self._trace
+        trace = self._trace = StepTrace()
+        self._post(Ask(next(self._numbers), "trace"))
+        return trace
 
     def close(self) -> None:
         """End the process after its step in flight, or kill it if that takes too long."""
@@ -198,20 +211,10 @@ class ProcessLoop:
     # ---- the threads -------------------------------------------------------------------------------------------------
 
     def _post(self, item: OrderFrame | Abort | Ask) -> None:
+        packed = pack(item)
         with self._wake:
-            self._outbox.append(item)
+            self._outbox.append(packed)
             self._wake.notify()
-
-    def _ask(self, what: str) -> Future[str]:
-        future: Future[str] = Future()
-        number = next(self._numbers)
-        with self._wake:
-            if self._dead is not None:
-                future.set_exception(self._dead)
-            else:
-                self._answers[number] = future
-        self._post(Ask(number, what))
-        return future
 
     def _send(self) -> None:
         while True:

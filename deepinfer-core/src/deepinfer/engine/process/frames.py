@@ -17,11 +17,13 @@ import numpy as np
 from deepinfer import __version__
 from deepinfer.engine.generation import EngineStats
 from deepinfer.engine.messages import EngineFacts, Order, Update
+from deepinfer.engine.process.counts import SpeculationFrame, pack_speculation, unpack_speculation
 from deepinfer.engine.process.errors import ErrorFrame, pack_error, unpack_error
 from deepinfer.errors import DeepInferError
 from deepinfer.observe.trace import Counts, Span
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.structured import StructuredOutput
+from deepinfer.speculative.statistics import SpeculationStatistics
 
 __all__ = [
     "PROTOCOL",
@@ -41,6 +43,7 @@ __all__ = [
     "decode_command",
     "decode_news",
     "encode",
+    "pack",
 ]
 
 PROTOCOL = f"deepinfer-loop-1 {__version__}"
@@ -111,9 +114,18 @@ class Ask(msgspec.Struct, tag=True, array_like=True):
 
 
 class Commands(msgspec.Struct, tag=True):
-    """What the front end wants, in order."""
+    """What the front end wants, in order. The sender may give items that it has packed before."""
 
     items: list[OrderFrame | Abort | Ask]
+
+
+def pack(item: OrderFrame | Abort | Ask) -> msgspec.Raw:
+    """An item as it will be sent, so that what cannot be sent is found by whoever asks for it.
+
+    Raises:
+        UnicodeEncodeError: a text holds a lone surrogate.
+    """
+    return msgspec.Raw(_encoder.encode(item))
 
 
 class LogEntry(msgspec.Struct, array_like=True):
@@ -166,13 +178,17 @@ class Ended(msgspec.Struct, tag=True):
 
 def _to_plain(value: Any) -> Any:
     if isinstance(value, DeepInferError):
-        return msgspec.to_builtins(pack_error(value))
+        return pack_error(value)
+    if isinstance(value, SpeculationStatistics):
+        return pack_speculation(value)
     raise NotImplementedError(type(value))
 
 
 def _from_plain(kind: Any, value: Any) -> Any:
     if kind is DeepInferError:
         return unpack_error(msgspec.convert(value, ErrorFrame))
+    if kind is SpeculationStatistics:
+        return unpack_speculation(msgspec.convert(value, SpeculationFrame))
     raise NotImplementedError(kind)
 
 
