@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,7 +227,7 @@ class Watch:
         """Decode rows first, the most urgent request always, prompts their share."""
         scheduler, sequences = self.scheduler, self.scheduler.sequences
         decoding = {*sequences.owner[sequences.decoding()].tolist()}
-        prefilling = [item for item in scheduler._prefilling.values()]
+        prefilling = list(scheduler._prefilling.values())
         left = {item: int(item.tokens.size - sequences.scheduled[item.slot]) for item in prefilling}
         preemptions = scheduler.preemption.num_preemptions
         step = self._plan()

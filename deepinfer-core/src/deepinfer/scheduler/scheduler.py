@@ -343,9 +343,7 @@ class Scheduler:
         """Preempt for a test. Who would run again must have drawn since it came back, or it might never end."""
         draws, keeps = self.sequences.draws, self.preemption.keeps
         candidates = [
-            item
-            for item in self.sequences.unfinished()
-            if not item.num_preemptions or draws[item.slot] or keeps(item)
+            item for item in self.sequences.unfinished() if not item.num_preemptions or draws[item.slot] or keeps(item)
         ]
         if candidates:
             self._preempt(max(candidates, key=self.queue.rank))
