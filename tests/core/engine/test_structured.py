@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from deepinfer import LLM, SamplingParams, StructuredOutput
+from deepinfer.conformance.scripted import ScriptedDrafter
 from deepinfer.conformance.sim import SimulatedDevice
 from deepinfer.engine.grammars import Grammars, MaskGate
 from deepinfer.engine.loader import LoadedModel
@@ -31,6 +31,9 @@ PAIRS = StructuredOutput(ebnf='root ::= "x" [a-d] root | "z"')
 OBJECT = StructuredOutput(json_object=True)
 LATE = StructuredOutput(regex="q{2,3}", trigger=[9])
 SO_PATTERNS = {ABC: r"(ab|ba){2,4}c", WORDS: r"yes|no|nobody", PAIRS: r"(x[a-d])*z"}
+
+
+LETTERS = {text: token for token, text in TEXT.items()}
 
 
 def text_of(tokens: list[int]) -> str:
@@ -52,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def grammars(folder: Path) -> Iterator[Grammars]:
     """One service for all engines of this file: its processes take a while to start."""
     traits: Any = SimpleNamespace(vocab_size=37, eos_token_ids=frozenset({1}))
-    service = Grammars(folder, traits, Settings(), rows=4)
+    service = Grammars(folder, traits, Settings(), rows=4 * 6)
     yield service
     service.close()
 
@@ -96,10 +99,13 @@ WANTED: dict[str, SamplingParams] = {
 }
 
 
+SEEDS = {name: 3 + index for index, name in enumerate(WANTED)}
+
+
 def run_all(core: Any, names: list[str] | None = None, at_once: bool = True) -> dict[str, Any]:
     generations = {}
     for name in names or list(WANTED):
-        generations[name] = add(core, name, WANTED[name], seed=len(name))
+        generations[name] = add(core, name, WANTED[name], seed=SEEDS[name])
         if not at_once:
             finish(core)
     finish(core)
@@ -148,15 +154,56 @@ def test_the_same_bits_whatever_happens_around(
     assert run_all(make(fake_model, **engine), names) == alone
 
 
-def test_drafts_of_neighbours_change_nothing(fake_model: Any, make: Make, alone: dict[str, Any]) -> None:
-    def draft(anchors: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, records: Any) -> Any:
-        ids = torch.stack([(anchors * 3 + place) % 30 + 6 for place in range(3)], 1)
-        return SimpleNamespace(ids=ids, confidences=torch.zeros(ids.shape))
+# ---- drafts --------------------------------------------------------------------------------------------------------
 
-    for asynchronous in (True, False):
-        core = make(fake_model, drafter=draft, use_nextn_decode=3, zero_overhead_scheduling=asynchronous)
-        assert run_all(core) == alone
-        assert core.stats.verified_drafts > 0
+
+def oracle(alone: dict[str, Any], acceptance: float = 0.8) -> ScriptedDrafter:
+    """Knows what every request says, and is wrong at a fifth of the places: often with what its grammar refuses."""
+    length = 3
+    return ScriptedDrafter(5, {SEEDS[name]: (length, alone[name][0]) for name in alone}, acceptance)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {},
+        {"zero_overhead_scheduling": False},
+        {"preempt_every": 3},
+        {"preempt_every": 4, "executor": SimulatedDevice},
+        {"max_num_seqs": 2, "max_num_batched_tokens": 9, "enable_prefix_caching": False},
+    ],
+)
+def test_drafts_change_nothing(engine: dict[str, Any], fake_model: Any, make: Make, alone: dict[str, Any]) -> None:
+    core = make(fake_model, drafter=oracle(alone), use_nextn_decode=5, **{"max_num_batched_tokens": 32, **engine})
+    assert run_all(core) == alone
+    assert core.stats.accepted_drafts > 20
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_drafts_that_the_host_never_hears_of_are_cut(
+    asynchronous: bool, fake_model: Any, make: Make, alone: dict[str, Any]
+) -> None:
+    """H4: what follows an unknown draft is not accepted, whatever the device knows."""
+    options = {"use_nextn_decode": 5, "max_num_batched_tokens": 32, "zero_overhead_scheduling": asynchronous}
+    core = make(fake_model, drafter=oracle(alone, 1.0), **options)
+    original, losing = core.results.append, {"abc", "abc greedy", "words"}
+
+    def lossy(scheduled: Any, result: Any) -> Any:
+        changed = original(scheduled, result)
+        for generation in changed:
+            if generation.request.request_id in losing:
+                generation.drafts = []
+        return changed
+
+    core.results.append = lossy
+    generations = {name: add(core, name, WANTED[name], seed=SEEDS[name]) for name in WANTED}
+    finish(core)
+    core.scheduler.assert_idle()
+    for name, generation in generations.items():
+        assert (generation.token_ids, generation.logprobs) == alone[name][:2]
+        assert generation.metrics.num_drafts_accepted == 0 or name not in losing
+        assert generation.metrics.num_drafts_verified > 0 or len(generation.token_ids) < 3
+    assert core.stats.accepted_drafts > 10
 
 
 def test_ignore_eos_goes_on_freely_after_the_grammar(fake_model: Any, make: Make) -> None:
@@ -263,32 +310,47 @@ def test_a_forced_token_that_the_grammar_refuses_ends_only_its_request(
     core.scheduler.assert_idle()
 
 
+def with_drafts(alone: dict[str, Any], drafts: int, **outputs: tuple[int, str]) -> dict[str, Any]:
+    """Options of an engine whose drafter knows what requests of these seeds say."""
+    if not drafts:
+        return {}
+    drafter = oracle(alone, 1.0)
+    known = {seed: (3, [LETTERS[letter] for letter in text]) for seed, text in outputs.values()}
+    drafter.outputs = {**drafter.outputs, **known}
+    return {"drafter": drafter, "use_nextn_decode": 5, "max_num_batched_tokens": 32}
+
+
+@pytest.mark.parametrize("drafts", [0, 5])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_dead_end_ends_only_its_request(
-    asynchronous: bool, fake_model: Any, make: Make, alone: dict[str, Any]
+    asynchronous: bool, drafts: int, fake_model: Any, make: Make, alone: dict[str, Any]
 ) -> None:
-    core = make(fake_model, zero_overhead_scheduling=asynchronous)
+    core = make(fake_model, zero_overhead_scheduling=asynchronous, **with_drafts(alone, drafts, dead=(20, "aaa")))
     # No id spells a digit but 0.
-    dead = add(core, "dead", sampling(StructuredOutput(regex="a7")))
+    dead = add(core, "dead", sampling(StructuredOutput(regex="aa7")), seed=20)
     good = add(core, "abc", WANTED["abc"], seed=3)
     seen = []
     while core.num_unfinished:
         seen += core.step()
     assert isinstance(dead.error, GrammarError)
+    assert "no token can follow after 2 tokens" in str(dead.error)
+    assert text_of(dead.token_ids) == "aa"
     assert dead in seen
     assert good.token_ids == alone["abc"][0]
     core.scheduler.assert_idle()
 
 
+@pytest.mark.parametrize("drafts", [0, 5])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_min_tokens_beyond_the_end_of_a_grammar(
-    asynchronous: bool, fake_model: Any, make: Make, alone: dict[str, Any]
+    asynchronous: bool, drafts: int, fake_model: Any, make: Make, alone: dict[str, Any]
 ) -> None:
-    core = make(fake_model, zero_overhead_scheduling=asynchronous)
+    known = with_drafts(alone, drafts, long=(20, "abcabc"), fits=(21, "abc"), banned=(22, "abc"))
+    core = make(fake_model, zero_overhead_scheduling=asynchronous, **known)
     only = StructuredOutput(choices=["abc"])
-    long = add(core, "long", sampling(only, min_tokens=5, logprobs=0))
-    fits = add(core, "fits", sampling(only, min_tokens=3))
-    banned = add(core, "banned", sampling(only, banned_token_ids=[8]))
+    long = add(core, "long", sampling(only, min_tokens=5, logprobs=0), seed=20)
+    fits = add(core, "fits", sampling(only, min_tokens=3), seed=21)
+    banned = add(core, "banned", sampling(only, banned_token_ids=[8]), seed=22)
     good = add(core, "abc", WANTED["abc"], seed=3)
     finish(core)
     assert isinstance(long.error, GrammarError)

@@ -23,6 +23,8 @@ def _scene(compile_grammar: Compile, encode: Encode, vocabulary: Vocabulary) -> 
     blocked = compile_grammar(regex="abc").matcher(
         stop_token_ids=[token for token, piece in enumerate(vocabulary.tokens) if piece.startswith(b"c")]
     )
+    stuck = blocked.fork()
+    stuck.commit(encode("ab"))
     ended, free = digits.matcher(), digits.matcher(free_after_end=True)
     for matcher in (ended, free):
         matcher.commit([*encode("1"), EOS])
@@ -36,6 +38,7 @@ def _scene(compile_grammar: Compile, encode: Encode, vocabulary: Vocabulary) -> 
         (marked.matcher(), [5, 6]),
         (forced.matcher(), [7, 8, *encode("a"), EOS]),
         (blocked, encode("ab")),
+        (stuck, encode("d")),
         (ended, [EOS, 5]),
         (free, [5, 6]),
         (digits.matcher(), [-1, -1]),
@@ -86,7 +89,7 @@ def test_failure_of_the_native_batch_is_found_one_by_one(
     assert report.errors[1] is None
     assert not mask[:2].any()
     assert report.constrained.all()
-    assert report.reachable == [1, 2]
+    assert report.reachable == [0, 2]
 
 
 def test_nothing_to_fill(tiny_vocabulary: Vocabulary) -> None:

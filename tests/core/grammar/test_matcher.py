@@ -195,13 +195,20 @@ def test_drafts_past_the_end(compile_grammar: Compile, vocabulary: Vocabulary, e
     assert not matcher.is_terminated
 
 
-def test_dead_end_in_a_draft_clears_all_rows(compile_grammar: Compile, vocabulary: Vocabulary, encode: Encode) -> None:
+def test_a_dead_end_behind_drafts_ends_the_block(
+    compile_grammar: Compile, vocabulary: Vocabulary, encode: Encode, bits_of: Any
+) -> None:
     matcher = compile_grammar(regex="abc").matcher(stop_token_ids=_starting_with(vocabulary, b"c"))
     rows = np.full((3, vocabulary.words), -1, np.int32)
-    with pytest.raises(GrammarError, match="no token can follow after 2 tokens"):
-        matcher.fill_masks_for([*encode("ab")], rows)
-    assert not rows.any()
+    assert matcher.fill_masks_for(encode("ab"), rows) == 2
+    assert (rows[2] == rows[1]).all()
+    assert encode("b")[0] in bits_of(rows[1])
     assert matcher.length == 0
+    matcher.commit(encode("ab"))
+    with pytest.raises(GrammarError, match="no token can follow after 2 tokens"):
+        matcher.fill_masks_for(encode("c"), rows)
+    assert not rows.any()
+    assert matcher.length == 2
 
 
 def _starting_with(vocabulary: Vocabulary, text: bytes) -> list[int]:

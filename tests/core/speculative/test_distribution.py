@@ -71,7 +71,9 @@ def test_draws_from_a_large_vocabulary_follow_its_tail(draws: int) -> None:
         noise = log(exponential(words))
         assert not torch.isnan(noise).any()
         assert (noise > -23).all()  # log E is at least log 2**-33; infinite noise loses, and is never -inf.
-        tokens = sample_rows(scaled.expand(8, -1), torch.ones(8), seeds, zero + 17, zero)
+        tokens = (scaled - noise).argmax(-1)
+        if first < 64:  # The rest would only draw the same noise twice.
+            assert torch.equal(tokens, sample_rows(scaled.expand(8, -1), torch.ones(8), seeds, zero + 17, zero))
         assert torch.isfinite(noise.gather(1, tokens[:, None])).all()
         found += tokens.tolist()
         naive += naive_draw(scaled, words).tolist()

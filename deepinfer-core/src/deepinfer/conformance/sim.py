@@ -193,8 +193,10 @@ class SimulatedDevice:
             clock.steps += 1
 
     def _wrap(self, runner: ModelRunner) -> None:
-        """Excuse the kernels from the guard and let `forward` fail on demand."""
-        for owner in (runner, runner.sampler):
+        """Excuse the kernels and scripted drafters from the guard and let `forward` fail on demand."""
+        if runner.drafter is not None:
+            runner.drafter = self._guard.excused(runner.drafter)
+        for owner in (runner, runner.sampler, runner.sampler.changes, runner.drafts, runner.drafts.changes):
             for name, value in list(vars(owner).items()):
                 if isinstance(value, FunctionType):  # a kernel that was bound at construction
                     setattr(owner, name, self._guard.excused(value))

@@ -175,7 +175,7 @@ def build_engine(
     tiers = None
     if prefix is not None and exchange is not None:
         tiers = PrefixTiers(prefix, exchange, runner.blocks, running.run)
-    grammars = Grammars(loaded.path, loaded.model.traits, settings, rows=config.max_num_seqs)
+    grammars = Grammars(loaded.path, loaded.model.traits, settings, rows=config.max_num_seqs * (1 + num_drafts))
     core = EngineCore(
         runner,
         scheduler,

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.engine.generation import Generation
-from deepinfer.engine.grammars import Grammars, MaskGate
+from deepinfer.engine.grammars import CUT, Grammars, MaskGate, Masks
 from deepinfer.errors import GrammarError, InvalidRequest
+from deepinfer.grammar.filler import MaskRequest
 from deepinfer.sampling.slots import Feature
 from deepinfer.scheduler.request import Request, RequestState
 from deepinfer.scheduler.scheduler import ScheduledStep
@@ -118,30 +119,39 @@ class Constraints:
             raise
         gate.open(found)
 
-    def _masks(self, scheduled: ScheduledStep) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
+    def _masks(self, scheduled: ScheduledStep) -> Masks | None:
         counts = scheduled.plan.sample_counts
         starts = (np.cumsum(counts, dtype=np.int64) - counts).tolist()
-        generations, sequences = [], []
+        generations, places, requests = [], [], []
+        total = 0
         for index in np.flatnonzero(counts).tolist():
-            generation = self._current(scheduled.requests[index])
-            if generation is not None and generation.matcher is not None:
-                generations.append(generation)
-                sequences.append(index)
-        if not generations or self.grammars is None:
+            generation, count = self._current(scheduled.requests[index]), int(counts[index])
+            if generation is None or generation.matcher is None:
+                continue
+            # What the host has not heard of is an unknown draft.
+            drafts = (generation.drafts + [-1] * count)[: count - 1]
+            requests.append(MaskRequest(generation.matcher, total, drafts))
+            generations.append(generation)
+            places.append(starts[index])
+            total += count
+        if not requests or self.grammars is None:
             return None
-        matchers = [generation.matcher for generation in generations if generation.matcher is not None]
-        mask, constrained, errors = self.grammars.fill(matchers)
+        mask, report = self.grammars.fill(requests)
         rows = np.full(int(counts.sum()), -1, np.int64)
-        for row, (generation, index) in enumerate(zip(generations, sequences, strict=True)):
-            error = errors[row]
-            if error is None and constrained[row]:
-                error = _blocked(generation, mask[row])
+        for number, (generation, request, place) in enumerate(zip(generations, requests, places, strict=True)):
+            first, count = request.first_row, 1 + len(request.drafts)
+            constrained = report.constrained[first : first + count]
+            blocked = [_blocked(generation, mask[first + at], at) if constrained[at] else None for at in range(count)]
+            error = report.errors[number] or blocked[0]
             if error is not None:
                 self._refuse(generation, error)
-            elif constrained[row]:
-                # All rows of a sequence: what follows an unknown draft is masked too, never free.
-                rows[starts[index] : starts[index] + counts[index]] = row
-        return (mask, rows) if (rows >= 0).any() else None
+                continue
+            # A draft behind which nothing may follow stands, if it is drawn; the next step says what is wrong.
+            ends = [at for at in range(count) if blocked[at] is not None]
+            reachable = min([report.reachable[number], *ends])
+            rows[place : place + count] = np.where(constrained, first + np.arange(count), -1)
+            rows[place + reachable : place + count] = CUT
+        return (mask, rows) if (rows != -1).any() else None
 
     def close(self) -> None:
         """End the workers that compile."""
@@ -149,9 +159,10 @@ class Constraints:
             self.grammars.close()
 
 
-def _blocked(generation: Generation, row: NDArray[np.int32]) -> GrammarError | None:
-    """Why nothing can follow although the grammar goes on: what it allows is what the request itself forbids."""
-    params, view, count = generation.params, generation.request.sampling.view, len(generation.token_ids)
+def _blocked(generation: Generation, row: NDArray[np.int32], offset: int) -> GrammarError | None:
+    """Why nothing can follow so many drafts although the grammar goes on: the request itself forbids what it allows."""
+    params, view = generation.params, generation.request.sampling.view
+    count = len(generation.token_ids) + offset
     if view is None or not view.features & Feature.BAN or (row & view.words_after(count, 32 * row.size)).any():
         return None
     lists = {"allowed_token_ids": params.allowed_token_ids is not None, "banned_token_ids": bool(params.banned)}

@@ -66,8 +66,8 @@ class EngineCore:
         observers: plain functions that hear of every step.
 
     A step with grammars is launched like any other and waits on the device's side, between forward pass and sampling,
-    for masks that the host fills as soon as it has read the step before. Such sequences decode one row a step: what may
-    follow a draft can only be said of drafts that the host knows.
+    for masks that the host fills as soon as it has read the step before, drafts included: each verify row is masked by
+    the state after the drafts before it, and the block ends before the first draft that may not come.
     """
 
     def __init__(
@@ -153,7 +153,6 @@ class EngineCore:
             priority,
             reuse_prefix=not scored,
             scored=scored,
-            single_row=params.grammar is not None,
         )
         if request_id in self._generations:
             raise InvalidRequest(f"{request_id!r} is already in flight", field="request_id")

@@ -34,6 +34,8 @@ class Generation:
         followers: completions that wait for this one.
         compiling: its grammar on the way; None without one, and once it has come.
         matcher: what its grammar says next; None without one.
+        drafts: proposed behind `token_ids`, for the next step to verify; -1 for none.
+        drafts: proposed behind `token_ids`, for the next step to verify; -1 for none.
     """
 
     request: Request
@@ -50,6 +52,7 @@ class Generation:
     followers: list[Generation] = field(default_factory=list)
     compiling: Future[CompiledGrammar] | None = None
     matcher: Matcher | None = None
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:

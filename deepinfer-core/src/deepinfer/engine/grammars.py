@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer.errors import EngineDead, GrammarError, InvalidRequest
+from deepinfer.errors import EngineDead, InvalidRequest
 from deepinfer.grammar.compiler import CompiledGrammar, GrammarCompiler
-from deepinfer.grammar.filler import MaskFiller, MaskRequest
+from deepinfer.grammar.filler import MaskFiller, MaskReport, MaskRequest
 from deepinfer.grammar.library import require_library
-from deepinfer.grammar.matcher import Matcher
 from deepinfer.grammar.vocabulary import Vocabulary
 from deepinfer.models.traits import ModelTraits
 from deepinfer.sampling.structured import StructuredOutput
@@ -92,7 +91,7 @@ class Grammars:
         path: directory of the checkpoint, whose tokenizer.json says what each id spells; None: there is none.
         traits: of the model.
         settings: time and memory limits.
-        rows: sequences that run at once.
+        rows: that can be sampled at once.
     """
 
     def __init__(self, path: Path | None, traits: ModelTraits, settings: Settings, *, rows: int) -> None:
@@ -152,23 +151,22 @@ class Grammars:
             cache_bytes=settings.xgrammar_cache_limit_bytes,
         )
 
-    def fill(self, matchers: Sequence[Matcher]) -> tuple[NDArray[np.int32], list[bool], list[GrammarError | None]]:
-        """Which token may come next in each sequence.
+    def fill(self, requests: Sequence[MaskRequest]) -> tuple[NDArray[np.int32], MaskReport]:
+        """Which token may come next in each sequence, and after each of its drafts.
 
         Args:
-            matchers: at most as many as sequences run at once, each only once.
+            requests: with rows from 0 on without a gap, at most as many as can be sampled at once; a matcher appears
+                only once.
 
         Returns:
-            Mask rows int32 [M, ceil(V / 32)], good until the next call; which of them forbid anything; errors, of the
-            sequences that nothing may follow.
+            Mask rows int32 [M, ceil(V / 32)], good until the next call, and what is to know of them.
         """
         if self._filler is None:
             assert self._compiler is not None
             vocabulary = self._compiler.vocabulary
             self._filler = MaskFiller(vocabulary, np.zeros((self._rows, vocabulary.words), np.int32))
-        report = self._filler.fill([MaskRequest(matcher, row) for row, matcher in enumerate(matchers)])
-        count = len(matchers)
-        return self._filler.mask[:count], report.constrained[:count].tolist(), report.errors
+        report = self._filler.fill(requests)
+        return self._filler.mask[: sum(1 + len(request.drafts) for request in requests)], report
 
     def close(self) -> None:
         """End the worker processes; a second call does nothing."""

@@ -103,7 +103,7 @@ class Sampler:
 
     def __init__(self, ops: StepOps, tables: SlotTables, proposals: Tensor | None = None) -> None:
         self.tables, self.proposals = tables, proposals
-        self._changes = LogitChanges(ops, tables)
+        self.changes = LogitChanges(ops, tables)
         # Bound once: a step looks nothing up.
         self._sample, self._filter, self._mask = ops.sample_step, ops.apply_filters, ops.apply_token_mask
         self._force, self._count, self._logprobs = ops.force_tokens, ops.count_tokens, ops.token_logprobs
@@ -134,7 +134,7 @@ class Sampler:
         def pending(chosen: NDArray[np.int64], index: Tensor) -> Tensor:
             return self._pending(rows, inputs, chosen)
 
-        logits = self._changes.apply(logits, rows.features, rows.slots, rows.output_index, pending)
+        logits = self.changes.apply(logits, rows.features, rows.slots, rows.output_index, pending)
         if masks is not None:
             logits = self._masked(logits, *masks)
         slots = rows.slots.clamp(min=0)

@@ -31,8 +31,9 @@ class MaskReport:
 
     Attributes:
         constrained: bool [rows], rows whose mask must be applied; the others are all ones or were not asked for.
-        reachable: rows of each request that can be reached: one more than the drafts that its matcher accepts.
-        errors: of each request, None where all went well. The rows of a failed request are zeros.
+        reachable: rows of each request that can be reached: one more than the drafts that its matcher accepts, less
+            a last one where nothing may come.
+        errors: of each request, None where its first row went well. The rows of a failed request are zeros.
     """
 
     constrained: np.ndarray
@@ -69,7 +70,8 @@ class MaskFiller:
 
         Rows must not overlap and a matcher appears once. Never raises for one sequence: its error is in the report.
         """
-        report = MaskReport(np.zeros(len(self._mask), bool), [1] * len(requests), [None] * len(requests))
+        report = MaskReport(np.zeros(len(self._mask), bool), [0] * len(requests), [None] * len(requests))
+        lengths = [request.matcher.length for request in requests]
         live = list(range(len(requests)))
         stage = 0
         while live:
@@ -78,7 +80,7 @@ class MaskFiller:
             stage += 1
         for index, request in enumerate(requests):
             try:
-                request.matcher.rollback(report.reachable[index] - 1)
+                request.matcher.rollback(request.matcher.length - lengths[index])
             except GrammarError as error:
                 report.errors[index] = error
             self._close_rows(request, index, report)
@@ -94,8 +96,9 @@ class MaskFiller:
                 row = requests[index].first_row + stage
                 try:
                     report.constrained[row] = requests[index].matcher.fill_mask(self._mask[row])
+                    report.reachable[index] += 1
                 except GrammarError as error:
-                    report.errors[index] = error
+                    _end_block(report, index, stage, error)
 
     def _fill_batch(self, requests: Sequence[MaskRequest], inside: list[int], stage: int, report: MaskReport) -> bool:
         """Fill rows on several threads; False if the library refused, so that each is tried alone."""
@@ -111,21 +114,20 @@ class MaskFiller:
             report.constrained[row] = True
             try:
                 matcher.finish_row(self._mask[row])
+                report.reachable[index] += 1
             except GrammarError as error:
-                report.errors[index] = error
+                _end_block(report, index, stage, error)
         return True
 
     def _advance(self, request: MaskRequest, index: int, stage: int, report: MaskReport) -> bool:
         """Accept draft number `stage`; False where this sequence has no further row that can be reached."""
-        if report.errors[index] is not None or stage >= len(request.drafts):
+        if report.reachable[index] <= stage or stage >= len(request.drafts):
             return False
         try:
-            is_accepted = request.matcher.accept(request.drafts[stage])
+            return request.matcher.accept(request.drafts[stage])
         except GrammarError as error:
             report.errors[index] = error
             return False
-        report.reachable[index] += is_accepted
-        return is_accepted
 
     def _close_rows(self, request: MaskRequest, index: int, report: MaskReport) -> None:
         """Give rows past the last reachable one its mask; zeros everywhere after an error."""
@@ -137,3 +139,9 @@ class MaskFiller:
         edge = first + report.reachable[index] - 1
         self._mask[edge + 1 : last + 1] = self._mask[edge]
         report.constrained[edge + 1 : last + 1] = report.constrained[edge]
+
+
+def _end_block(report: MaskReport, index: int, stage: int, error: GrammarError) -> None:
+    """Note that nothing may come in a row: an error of the request, but only a guess where drafts stand before it."""
+    if stage == 0:
+        report.errors[index] = error

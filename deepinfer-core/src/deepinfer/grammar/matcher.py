@@ -211,8 +211,9 @@ class Matcher:
     def fill_masks_for(self, drafts: Sequence[int], rows: np.ndarray) -> int:
         """Masks of the rows that verify drafts: each under the state after the drafts before it.
 
-        The state is the same afterwards. Rows after the first draft that may not come (or is unknown, -1) cannot be
-        reached; they get the mask of the last row that can, so that no row is ever free by accident.
+        The state is the same afterwards. Rows after the first draft that may not come (or is unknown, -1), or after
+        which nothing may come, cannot be reached; they get the mask of the last row that can, so that no row is ever
+        free by accident.
 
         Args:
             drafts: token ids.
@@ -222,22 +223,24 @@ class Matcher:
             Number of rows that can be reached, 1..len(drafts) + 1.
 
         Raises:
-            GrammarError: as `fill_mask`; all rows are then zeros.
+            GrammarError: as `fill_mask` for the first row; all rows are then zeros.
         """
-        accepted = 0
+        accepted = reachable = 0
         try:
             for index in range(len(drafts) + 1):
                 self.fill_mask(rows[index])
+                reachable += 1
                 if index == len(drafts) or not self.accept(drafts[index]):
                     break
                 accepted += 1
         except GrammarError:
-            rows.fill(0)
-            raise
+            if not reachable:
+                rows.fill(0)
+                raise
         finally:
             self.rollback(accepted)
-        rows[accepted + 1 :] = rows[accepted]
-        return accepted + 1
+        rows[reachable:] = rows[reachable - 1]
+        return reachable
 
     def _guarded(self, name: str, *arguments: Any) -> Any:
         """Call the library; whatever it raises concerns this sequence alone."""

@@ -98,7 +98,6 @@ class Request:
         num_preemptions: times that it was preempted.
         reuse_prefix: False if every row of its prompt must run.
         scored: logits of every row of its prompt are wanted, which bounds its chunks.
-        single_row: it decodes one row a step, without drafts.
         chain: its way through the prefix cache, from its first admission on; None without one.
         num_cached_tokens: tokens of its prompt that were found in the cache.
         num_forwarded: tokens whose rows are accepted, as the host knows.
@@ -124,7 +123,6 @@ class Request:
     num_preemptions: int = 0
     reuse_prefix: bool = True
     scored: bool = False
-    single_row: bool = False
     chain: PrefixChain | None = None
     num_cached_tokens: int = 0
     num_forwarded: int = 0

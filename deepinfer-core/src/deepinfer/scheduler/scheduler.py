@@ -308,7 +308,7 @@ class Scheduler:
         """Most drafts of each decoding sequence: as far as tokens are wanted."""
         sequences = self.sequences
         wanted = sequences.max_draws[decoding] - sequences.draws[decoding] - 1
-        return np.where(sequences.single_row[decoding], 0, np.minimum(wanted, self.config.num_drafts)).astype(np.int32)
+        return np.minimum(wanted, self.config.num_drafts)
 
     def _drafts(self, decoding: NDArray[np.int32], limits: NDArray[np.int32]) -> NDArray[np.int32]:
         """Drafts of each decoding sequence, as far as rows are left beside prompts."""

@@ -21,7 +21,6 @@ class Sequences:
 
     Attributes:
         active: bool [slots], whether the slot's request is running and not finished.
-        single_row: bool [slots], whether it decodes without drafts.
         prompt_length: int32 [slots], tokens that its prefill runs.
         max_draws: int32 [slots], tokens that it may draw after them.
         scheduled: int32 [slots], positions that planned rows reach, at most.
@@ -41,7 +40,6 @@ class Sequences:
         self._changes = changes
         size = slots.num_slots
         self.active = np.zeros(size, np.bool_)
-        self.single_row = np.zeros(size, np.bool_)
         self.prompt_length = np.zeros(size, np.int32)
         self.max_draws = np.zeros(size, np.int32)
         self.scheduled = np.zeros(size, np.int32)
@@ -119,7 +117,6 @@ class Sequences:
         request.state = RequestState.RUNNING
         self.owner[slot] = request
         self.active[slot] = True
-        self.single_row[slot] = request.single_row
         self.prompt_length[slot] = request.tokens.size
         self.max_draws[slot] = request.max_tokens - request.replayed.size
         self.scheduled[slot] = self.draws[slot] = self.granted[slot] = 0

@@ -6,11 +6,13 @@ import asyncio
 import gc
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +189,43 @@ def test_who_leaves_frees_everything(shared: AsyncLLM, way: str) -> None:
         assert 'deepinfer_requests_running{engine="0"} 0' in shared.metrics_text()
 
     run(main())
+
+
+def test_a_storm_of_consumers_leaves_nothing(shared: AsyncLLM) -> None:
+    draw = random.Random(7)
+    ends = Counter[str]()
+
+    async def consume(index: int) -> None:
+        params = SamplingParams(seed=index % 5, max_tokens=12, ignore_eos=True)
+        way = draw.choice(["stay", "stay", "leave", "abort", "cancel"])
+        task = asyncio.current_task()
+        async for output in shared.generate([7, index % 5], params, f"storm {index}"):
+            ends[way] += output.finished
+            if way == "leave":
+                break
+            if way == "abort":
+                shared.abort(output.request_id)
+            if way == "cancel" and task is not None:
+                task.cancel()
+            if way == "stay" and output.finished:
+                assert output.outputs[0].token_ids == expected[index % 5]
+
+    async def main() -> None:
+        for seed in range(5):
+            params = SamplingParams(seed=seed, max_tokens=12, ignore_eos=True)
+            expected.append((await collect(shared, [7, seed], params))[-1].outputs[0].token_ids)
+        before = sum(shared.stats.finished.values())
+        results = await asyncio.gather(*map(consume, range(40)), return_exceptions=True)
+        assert [item for item in results if item and not isinstance(item, asyncio.CancelledError)] == []
+        await collect(shared, [9], SamplingParams(max_tokens=1))
+        assert sum(shared.stats.finished.values()) == before + 41
+        assert len(shared._streams) == 0
+        assert 'deepinfer_requests_running{engine="0"} 0' in shared.metrics_text()
+
+    expected: list[list[int]] = []
+    run(main())
+    assert ends["stay"] > 0
+    assert ends["abort"] > 0
 
 
 def test_a_slow_consumer_gets_few_large_outputs(shared: AsyncLLM) -> None:
