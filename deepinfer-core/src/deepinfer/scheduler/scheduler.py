@@ -340,9 +340,11 @@ class Scheduler:
         return True
 
     def _preempt_without_need(self) -> None:
-        """Preempt for a test. One that would run again must have drawn since it entered, or it might never end."""
+        """Preempt for a test. Who would run again must have drawn since it came back, or it might never end."""
         draws, keeps = self.sequences.draws, self.preemption.keeps
-        candidates = [item for item in self.sequences.unfinished() if draws[item.slot] or keeps(item)]
+        candidates = [
+            item for item in self.sequences.unfinished() if not item.num_preemptions or draws[item.slot] or keeps(item)
+        ]
         if candidates:
             self._preempt(max(candidates, key=self.queue.rank))
 
