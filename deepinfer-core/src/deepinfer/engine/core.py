@@ -332,9 +332,9 @@ class EngineCore:
             if self._speculation is not None:
                 self._speculation.read(scheduled, result)
             self.results.publish(scheduled, result)
+            changed = self.results.append(scheduled, result)
             if self.tiers is not None:
                 self.tiers.export()
-            changed = self.results.append(scheduled, result)
             for generation in changed:
                 self._release_followers(generation)
         now = time.perf_counter()
