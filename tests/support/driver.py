@@ -160,7 +160,7 @@ class Driver:
             row_bucket: pad to so many rows.
             gaps: padding rows in front of each part's rows.
         """
-        plan = pack_plan(self.plan(parts, row_bucket), self.model.device)
+        plan = pack_plan(self.plan(parts, row_bucket), torch.from_numpy)
         layout, traits = self.model.layout, self.model.traits
         inputs = self.model.table.expand_plan(
             self.records, plan, int(max(row_bucket, sum(part.rows for part in parts))),

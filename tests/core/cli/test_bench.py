@@ -50,6 +50,9 @@ def test_synthetic_load(tiny: Path, tmp_path: Path, load: str) -> None:
     for values in report["latency_seconds"].values():
         assert 0 <= values["p50"] <= values["p90"] <= values["p99"] <= values["max"] <= report["seconds"]
     assert report["engine"]["prefill_rows"] == report["prompt_tokens"], "the first request is not counted"
+    drafts = report["speculation"]
+    assert sum(drafts["drafted"]) >= sum(drafts["verified"]) >= sum(drafts["accepted"])
+    assert f"{sum(drafts['verified'])} drafts verified, " in shown
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     ends = [(entry["sent"], entry["finished"]) for entry in report["requests"]]
     if load == "latency":

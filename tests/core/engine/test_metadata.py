@@ -203,7 +203,7 @@ def test_history_survives_long_and_short_chunks() -> None:
                 samples=np.array([False]),
                 row_bucket=cut + 2,
             )
-            inputs = expand_plan(records, pack_plan(plan, torch.device("cpu")), plan.row_bucket, 0, 8, 4)
+            inputs = expand_plan(records, pack_plan(plan, torch.from_numpy), plan.row_bucket, 0, 8, 4)
             rows += inputs.history[:cut].tolist()
             commit_step(records, inputs, torch.full((1,), -1))
             start += cut
@@ -238,7 +238,7 @@ def test_pack_plan_keeps_every_value() -> None:
         ),
         released_slots=np.array([3], np.int32),
     )
-    packed = pack_plan(plan, torch.device("cpu"))
+    packed = pack_plan(plan, torch.from_numpy)
     for name in (
         "slots",
         "row_counts",

@@ -18,7 +18,7 @@ import typer
 from deepinfer import __version__
 from deepinfer.errors import ConfigError, DeepInferError, InvalidRequest
 
-__all__ = ["DESCRIPTIONS", "Job", "Load", "bench_load", "check_files", "counts", "read_requests", "synthetic_jobs"]
+__all__ = ["DESCRIPTIONS", "Job", "Load", "bench_load", "check_files", "read_requests", "synthetic_jobs"]
 
 SHARES = (50, 90, 99)
 
@@ -183,7 +183,7 @@ async def _measure(
         async for _ in engine.generate(jobs[0].prompt, {"max_tokens": 2, "ignore_eos": True}):
             pass
         steps = engine.trace() if trace is not None else None
-        before = counts(engine.stats)
+        before = _counts(engine.stats)
         start = time.perf_counter()
         if load is Load.latency:
             for job in jobs:
@@ -193,12 +193,19 @@ async def _measure(
         seconds = time.perf_counter() - start
         if steps is not None and trace is not None:
             steps.save(trace)
-        stats = {key: value - before[key] for key, value in counts(engine.stats).items()}
+        stats = {key: value - before[key] for key, value in _counts(engine.stats).items()}
         about = {"version": __version__, "load": str(load), "model": str(name), "numerics_id": engine.numerics_id}
-        return {**about, **_summary(jobs, seconds), "engine": stats, "requests": [job.outcome for job in jobs]}
+        drafts = engine.stats.speculation
+        return {
+            **about,
+            **_summary(jobs, seconds),
+            "engine": stats,
+            "speculation": None if drafts is None else drafts.to_dict(),
+            "requests": [job.outcome for job in jobs],
+        }
 
 
-def counts(stats: Any) -> dict[str, float]:
+def _counts(stats: Any) -> dict[str, float]:
     """The numbers of an `EngineStats`."""
     return {key: value for key, value in vars(stats).items() if isinstance(value, int | float)}
 
@@ -263,6 +270,14 @@ def _table(report: dict[str, Any]) -> str:
     ]
     for name, values in report["latency_seconds"].items():
         lines.append(f"  {name:<24}" + "".join(f"{1000 * value:>10.1f}" for value in values.values()))
+    drafts = report["speculation"]
+    if drafts is not None:
+        verified = sum(drafts["verified"])
+        lines.append(
+            f"  {verified} drafts verified, {sum(drafts['accepted']) / max(verified, 1):.1%} accepted, "
+            f"{drafts['tokens_per_sequence_step']:.2f} tokens a sequence and step; "
+            f"mean error of confidences {drafts['calibration_error']:.3f}"
+        )
     return "\n".join(lines)
 
 

@@ -269,7 +269,9 @@ class StubRunner:
         self.moved_step = -1
 
     def launch(self, plan: StepPlan, masks: MaskGate | None = None) -> DeviceStep:
-        """Draw for every sampled row."""
+        """Draw for every sampled row, once its masks are there."""
+        if masks is not None:
+            masks.take()
         self.moved_step = plan.step
         counts = plan.sample_counts.astype(np.int64)
         rows = int(counts.sum())

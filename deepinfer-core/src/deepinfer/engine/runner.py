@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from deepinfer.engine.host_copies import HostCopies
 from deepinfer.engine.loader import DraftResult, ServedModel
 from deepinfer.engine.sampler import Drawn, LogprobRows, Sampler, fed_tokens
 from deepinfer.engine.slot_tables import SlotTables
+from deepinfer.engine.transfers import Transfers
 from deepinfer.ops.step import PlanTensors, SlotRecords, StepInputs
 from deepinfer.scheduler.plan import StepPlan
 
@@ -57,9 +58,17 @@ class StepResult:
     prompt_logprobs: tuple[LogprobRows, ...] = ()
 
 
+def _nothing() -> None:
+    """Nothing is on its way."""
+
+
 @dataclass(frozen=True)
 class DeviceStep:
-    """A launched step whose result has not been read."""
+    """A launched step whose result has not been read.
+
+    Attributes:
+        arrive: waits until the tensors, which then lie on the host, hold their values.
+    """
 
     tokens: Tensor
     status: Tensor
@@ -70,9 +79,28 @@ class DeviceStep:
     confidences: Tensor
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[LogprobRows, ...] = ()
+    arrive: Callable[[], None] = _nothing
+
+    def on_its_way(self, transfers: Transfers) -> DeviceStep:
+        """The same step with its result under way to the host, behind what was launched before."""
+        fetch = transfers.fetch
+        moved = replace(
+            self,
+            tokens=fetch(self.tokens),
+            status=fetch(self.status),
+            starts=fetch(self.starts),
+            sampled=fetch(self.sampled),
+            accepted=fetch(self.accepted),
+            drafts=fetch(self.drafts),
+            confidences=fetch(self.confidences),
+            logprobs=None if self.logprobs is None else self.logprobs.on_their_way(transfers),
+            prompt_logprobs=tuple(rows.on_their_way(transfers) for rows in self.prompt_logprobs),
+        )
+        return replace(moved, arrive=transfers.mark())
 
     def read(self) -> StepResult:
-        """Wait for the step and copy its result to the host."""
+        """Wait for the step and take its result."""
+        self.arrive()
         return StepResult(
             tokens=self.tokens.cpu().numpy(),
             status=self.status.cpu().numpy(),
@@ -91,8 +119,8 @@ def history_length(ngram_size: int, max_drafts: int) -> int:
     return -(-(ngram_size - 1 + 2 * (max_drafts + 1)) // 16) * 16
 
 
-def pack_plan(plan: StepPlan, device: torch.device) -> PlanTensors:
-    """Send a plan to the device in one copy."""
+def pack_plan(plan: StepPlan, send: Callable[[NDArray[Any]], Tensor]) -> PlanTensors:
+    """Bring a plan to the device in one copy; `send` brings an array."""
     sampling = plan.admitted_sampling
     parts = {
         "slots": plan.slots,
@@ -114,7 +142,7 @@ def pack_plan(plan: StepPlan, device: torch.device) -> PlanTensors:
         "released_slots": plan.released_slots,
         "keep_from": plan.keep_from,
     }
-    packed = torch.from_numpy(np.concatenate([part.astype(np.int64) for part in parts.values()])).to(device)
+    packed = send(np.concatenate([part.astype(np.int64) for part in parts.values()]))
     views = dict(zip(parts, packed.split([part.size for part in parts.values()]), strict=True))
     views["is_prefill"] = views["is_prefill"] != 0
     views["samples"] = views["samples"] != 0
@@ -170,12 +198,15 @@ class ModelRunner:
             model.device,
         )
         self.storage = model.allocate_caches(num_pages, num_slots + num_snapshots)
-        self.host_copies = HostCopies(self.records, self.storage, None if runtime is None else runtime.alloc_pinned)
-        self.blocks = BlockCopies(self.storage, model.table.copy_blocks, runtime)
+        self.transfers = Transfers(model.device, runtime)
+        send = self.transfers.send
+        pinned = None if runtime is None else runtime.alloc_pinned
+        self.host_copies = HostCopies(self.records, self.storage, send, pinned)
+        self.blocks = BlockCopies(self.storage, model.table.copy_blocks, send, runtime)
         self.moved_step = -1
         """The last step whose moves between device and host were done."""
         self._broken: set[int] = set()
-        self.tables = SlotTables(traits.vocab_size, num_slots, model.device)
+        self.tables = SlotTables(traits.vocab_size, num_slots, self.transfers)
         proposals = None
         if rejection and num_drafts:
             proposals = torch.zeros(num_slots, num_drafts, traits.vocab_size, device=model.device)
@@ -206,7 +237,7 @@ class ModelRunner:
         self._move(plan)
         self.tables.admit(plan)
         records = self.records
-        tensors = pack_plan(plan, self.model.device)
+        tensors = pack_plan(plan, self.transfers.send)
         sampled_rows = int(plan.sample_counts.sum())
         traits = self.traits
         inputs = self._expand(records, tensors, plan.row_bucket, sampled_rows, traits.ring_length, traits.ngram_size)
@@ -224,9 +255,10 @@ class ModelRunner:
         self._commit(records, inputs, last, rejected, drafts, confidences)
         self.blocks.save(plan.snapshot_copies)
         drafts = torch.where((sampled > 0)[:, None], drafts, -1)
-        return DeviceStep(
+        step = DeviceStep(
             tokens, status, starts, sampled, accepted, drafts, confidences, drawn.logprobs, prompt_logprobs
         )
+        return step.on_its_way(self.transfers)
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, tuple[LogprobRows, ...]]:
         """Logits of the sampled rows, and the log-probabilities of prompt tokens where they are asked for."""
@@ -234,7 +266,7 @@ class ModelRunner:
         if not prompt_rows.size:
             return self.model.forward(inputs, self.storage).logits, ()
         sampled = inputs.sample_rows.shape[0]
-        more = torch.from_numpy(prompt_rows).to(self.model.device, non_blocking=True)
+        more = self.transfers.send(prompt_rows)
         wider = replace(inputs, sample_rows=torch.cat([inputs.sample_rows, more]))
         logits = self.model.forward(wider, self.storage).logits
         return logits[:sampled], self.sampler.prompt_logprobs(plan, logits[sampled:])

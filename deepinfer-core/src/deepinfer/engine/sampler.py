@@ -17,6 +17,7 @@ from torch import Tensor
 from deepinfer.engine.logit_changes import BLOCK_ELEMENTS, BYTES_PER_ELEMENT, CHANGING, LogitChanges, blocks
 from deepinfer.engine.outputs import Logprob, TokenLogprobs
 from deepinfer.engine.slot_tables import SlotTables
+from deepinfer.engine.transfers import Transfers
 from deepinfer.ops.logits import token_logprobs_bytes
 from deepinfer.ops.step import SlotRecords, StepInputs
 from deepinfer.sampling.slots import Feature, SlotSampling
@@ -61,8 +62,14 @@ class LogprobRows:
         found.setdefault(token, Logprob(float(self.chosen[index]), int(self.ranks[index])))
         return found
 
+    def on_their_way(self, transfers: Transfers) -> LogprobRows:
+        """The same rows under way to the host."""
+        fetch = transfers.fetch
+        chosen, ranks, ids, values = fetch(self.chosen), fetch(self.ranks), fetch(self.ids), fetch(self.values)
+        return LogprobRows(self.rows, chosen, ranks, ids, values, self.slot)
+
     def read(self) -> LogprobRows:
-        """Copy to the host."""
+        """As arrays, once they have arrived."""
         chosen, ranks, ids, values = (x.cpu().numpy() for x in (self.chosen, self.ranks, self.ids, self.values))
         return LogprobRows(self.rows, chosen, ranks, ids, values, self.slot)
 

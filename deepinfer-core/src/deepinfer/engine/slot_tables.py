@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.engine.transfers import Transfers
 from deepinfer.sampling.params import MAX_LOGIT_BIAS
 from deepinfer.sampling.slots import Feature, SlotSampling, pack_ids
 from deepinfer.scheduler.plan import StepPlan
@@ -45,7 +45,7 @@ class SlotTables:
     """Tables of a runner, entered in the order of the steps. Those over the vocabulary are None until they are needed.
 
     Args:
-        vocab_size: V. num_slots: slot 0 included. device: of the tables.
+        vocab_size: V. num_slots: slot 0 included. transfers: to the device of the tables.
 
     Attributes:
         min_p, repetition, presence, frequency: float32 [slots].
@@ -56,10 +56,13 @@ class SlotTables:
         forced: int32 [slots, F], tokens by output index, -1 for none.
         views: of each slot on the host; None where plain filters are all.
         filled: int64 [slots], prompt tokens whose log-probabilities were computed.
+        send: brings an array to the device.
     """
 
-    def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, num_slots: int, transfers: Transfers) -> None:
+        device = transfers.device
         self.vocab_size, self.num_slots, self.device = vocab_size, num_slots, device
+        self.send = transfers.send
         self.min_p, self.presence, self.frequency = torch.zeros(3, num_slots, device=device)
         self.repetition = torch.ones(num_slots, device=device)
         self.min_tokens, self.prompt_length = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
@@ -114,10 +117,6 @@ class SlotTables:
     def are_greedy(self, slots: NDArray[np.int32]) -> bool:
         """Whether all these slots take the largest logit."""
         return bool(self._greedy[slots[slots >= 0]].all())
-
-    def send(self, values: NDArray[Any]) -> Tensor:
-        """An array on the device."""
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
 
     def only(self, feature: Feature, features: NDArray[np.uint16], slots: Tensor) -> Tensor:
         """Slots [R] of the rows that need a feature, -1 for others."""

@@ -175,7 +175,7 @@ class Streams:
     def check_alive(self) -> None:
         """Raise `EngineDead` if the loop has ended."""
         if self._end is not None:
-            raise EngineDead(str(self._end)) from self._end.__cause__
+            raise _copy(self._end)
 
     def number_of(self, request_id: str) -> int | None:
         """The order of a request in flight; None if it is unknown."""
@@ -226,7 +226,7 @@ class Streams:
             self._end = self._end or error
             left = dict(self._by_number)
         for stream in left.values():
-            stream.failure = stream.failure or error
+            stream.failure = stream.failure or _copy(error)
         self._wake(left)
 
     def _wake(self, touched: Mapping[int, RequestStream]) -> None:
@@ -240,6 +240,13 @@ class Streams:
                 for number in numbers:
                     if self.remove(number):
                         self.abandon(number)
+
+
+def _copy(error: EngineDead) -> EngineDead:
+    """An error of its own for each who raises it: a traceback belongs to one of them."""
+    copy = EngineDead(str(error))
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 def _set_events(streams: Iterable[RequestStream]) -> None:

@@ -36,12 +36,14 @@ class Channel:
         return not self._unsent
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message as far as the socket takes it; `receive` sends the rest. Only while the channel is clear.
+        """Send a message as far as the socket takes it; `receive` sends the rest.
+
+        Whoever wants to bound memory sends only while the channel is clear.
 
         Raises:
             OSError: the other side is gone.
         """
-        self._unsent = memoryview(encode(message))
+        self._unsent = memoryview(b"".join((self._unsent, encode(message))))
         self._flush()
 
     def receive(self, *, wait: bool) -> list[bytes]:
