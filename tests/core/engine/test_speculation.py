@@ -225,6 +225,11 @@ def test_counts_by_position(fake_model: Any) -> None:
     assert found['deepinfer_committed_tokens_total{engine="0"}'] == "18"
     assert found['deepinfer_decode_sequence_steps_total{engine="0"}'] == "5"
     assert float(found['deepinfer_confidence_error{engine="0"}']) == 0
+    # The script says that it is sure: all drafts are in the last bin.
+    for place, count in enumerate([5, 4, 4]):
+        cell = f'{{engine="0",position="{place}",below="1"}}'
+        assert float(found[f"deepinfer_confidence_drafts_total{cell}"]) == count
+        assert float(found[f"deepinfer_confidence_accepted_total{cell}"]) == count
 
 
 def test_the_memory_plan_knows_of_drafts(drafting_model: Callable[..., Any]) -> None:
