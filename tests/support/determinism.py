@@ -210,7 +210,7 @@ class Bench:
         """Serve all requests."""
         given = {**SETTINGS, **variant.settings}
         if variant.drafts:
-            given["use_nextn_decode"] = MAX_DRAFTS
+            given["use_nextn_decode"] = given["use_nextn_decode"] or MAX_DRAFTS
         if variant.on_disk:
             given["prefix_disk_dir"] = self.folder / "prefixes"
         given["decode_perf_cache_dir"] = self.folder / "step_costs"
@@ -240,7 +240,7 @@ class Bench:
         loaded = self._load(variant, settings)
         options = dict(variant.engine)
         if variant.drafts:
-            options["drafter"] = self._drafter(replay=settings.replay_keep > 0)
+            options["drafter"] = self._drafter(settings.use_nextn_decode or 0, replay=settings.replay_keep > 0)
         devices: list[SimulatedDevice] = []
         if device == "sim":
             options["executor"] = lambda runner: devices.append(SimulatedDevice(runner)) or devices[0]
@@ -281,7 +281,7 @@ class Bench:
                 core.step()
         return running
 
-    def _drafter(self, *, replay: bool) -> Any:
+    def _drafter(self, num_drafts: int, *, replay: bool) -> Any:
         """A drafter that proposes each completion's own continuation, with mistakes and gaps at scripted places."""
         truth = {
             (request.params.seed, index): (len(request.prompt), said.token_ids)
@@ -290,17 +290,17 @@ class Bench:
         }
 
         def draft(anchors: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, records: Any) -> Any:
-            ids = torch.full((anchors.shape[0], MAX_DRAFTS), -1)
+            ids = torch.full((anchors.shape[0], num_drafts), -1)
             rows = zip(anchors.tolist(), positions.tolist(), slots.clamp(min=0).tolist(), strict=True)
             for row, (anchor, position, slot) in enumerate(rows):
                 key = int(records.seed[slot]), int(records.completion[slot])
                 length, output = truth.get(key, (0, ()))
                 script = random.Random(f"{key} {position}")
-                for place, token in enumerate(output[position + 2 - length :][:MAX_DRAFTS] if anchor >= 0 else ()):
+                for place, token in enumerate(output[position + 2 - length :][:num_drafts] if anchor >= 0 else ()):
                     if script.random() < 0.1:
                         break
                     ids[row, place] = token if script.random() < 0.8 else (token + 1) % 500
-            return SimpleNamespace(ids=ids, confidences=torch.zeros(ids.shape))
+            return SimpleNamespace(ids=ids, confidences=torch.full(ids.shape, 0.7))
 
         return draft
 

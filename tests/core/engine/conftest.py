@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from deepinfer.checkpoint.reader import ReadStats
 from deepinfer.engine.build import build_engine
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.models.traits import ModelTraits
-from deepinfer.ops import cache, grammar_mask, logits, metadata, sampling, verification
+from deepinfer.ops import cache, grammar_mask, logits, metadata, rejection, sampling, verification
 from deepinfer.ops.step import StepInputs
 from deepinfer.settings import Settings
 
@@ -97,7 +98,9 @@ class FakeModel:
             "token_logprobs",
         ):
             setattr(ops, name, getattr(logits, name))
+        ops.draw_drafts, ops.judge_drafts = rejection.draw_drafts, rejection.judge_drafts
         ops.sample_step = sampling.sample_step(ops)
+        ops.draft_step, ops.judge_step = rejection.draft_step(ops), rejection.judge_step(ops)
         self.table = ops
         self.load_stats = ReadStats()
         self.fail_on: Callable[[list[int]], bool] = lambda slots: False
@@ -154,8 +157,36 @@ class FakeModel:
                 found[index] = torch.nan if self.poison_logits(after[row]) else logits_of(after[row])
         return SimpleNamespace(logits=found)
 
-    def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: Storage) -> Any:
+    def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: Storage, choose: Any) -> Any:
         pytest.fail("the fake has no drafter; an engine over it must bring one")
+
+
+class DraftingModel(FakeModel):
+    """A fake whose drafter reads the caches: it knows the target's logits, mixed with others by `fault` 0 .. 1."""
+
+    def __init__(self, *, num_drafts: int = 5, fault: float = 0.0) -> None:
+        super().__init__()
+        self.traits = dataclasses.replace(self.traits, max_drafts=num_drafts)
+        self.fault = fault
+
+    def draft(self, anchors: Tensor, positions: Tensor, slots: Tensor, storage: Storage, choose: Any) -> Any:
+        states = storage.slots.view(torch.int64).view(storage.slots.shape[0], STATES, 2)
+        live = [row for row in range(slots.shape[0]) if slots[row] >= 0 and anchors[row] >= 0]
+        state = {}
+        for row in live:
+            position = int(positions[row])
+            found, before = states[int(slots[row]), position % STATES].tolist()
+            assert found == position, "the caches are behind or past the accepted rows"
+            state[row] = chain(before, int(anchors[row]), position + 1)
+        drawn = []
+        for k in range(self.traits.max_drafts):
+            rows = torch.zeros(slots.shape[0], VOCAB)
+            for row in live:
+                rows[row] = (1 - self.fault) * logits_of(state[row]) + self.fault * logits_of(state[row] + 1)
+            drawn.append(rows.argmax(-1) if choose is None else choose(rows, k))
+            for row in live:
+                state[row] = chain(state[row], int(drawn[-1][row]), int(positions[row]) + 2 + k)
+        return SimpleNamespace(ids=torch.stack(drawn, 1), confidences=torch.full((slots.shape[0], len(drawn)), 0.75))
 
 
 def naive(prompt: list[int], params: Any, limit: int, seed: int) -> tuple[list[int], str]:
@@ -188,6 +219,11 @@ def naive(prompt: list[int], params: Any, limit: int, seed: int) -> tuple[list[i
 @pytest.fixture
 def fake_model() -> FakeModel:
     return FakeModel()
+
+
+@pytest.fixture
+def drafting_model() -> type[DraftingModel]:
+    return DraftingModel
 
 
 @pytest.fixture

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -294,6 +296,31 @@ def test_close_with_work_in_flight(fake_model: Any) -> None:
         llm.close()
 
     run(main())
+
+
+def test_an_engine_that_nobody_holds_ends(fake_model: Any) -> None:
+    llm = make(fake_model)
+    run(collect(llm, [7]))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "deepinfer-loop"]
+    core = weakref.ref(llm._loop.core)
+    del llm
+    gc.collect()
+    assert not thread.is_alive()
+    assert core() is None
+
+
+def test_a_closed_engine_holds_no_memory(fake_model: Any) -> None:
+    llm = make(fake_model)
+    storage = weakref.ref(llm._loop.core.runner)
+    llm.close()
+    gc.collect()
+    assert storage() is None
+    assert llm.traits.vocab_size == 37
+    assert llm.stats.steps == 0
+    with pytest.raises(EngineDead, match="was closed"):
+        llm.metrics_text()
+    with pytest.raises(EngineDead, match="was closed"):
+        llm.trace()
 
 
 def test_an_event_loop_that_ends_leaves_nothing(fake_model: Any) -> None:

@@ -17,6 +17,8 @@ def shuffled(order: list[int]) -> list[int]:
 
 SYNC = {"zero_overhead_scheduling": False}
 OWN_DRAFTS = {"use_nextn_decode": MAX_DRAFTS}
+ONE_DRAFT = {"use_nextn_decode": 1}
+CHOSEN = {"enable_mtp_varlen": True, "max_num_seqs": 2, "max_num_batched_tokens": 24}
 NO_HOST_MEMORY = {"preemption_host_bytes": 0}
 FEW_ROWS = {"max_num_batched_tokens": 24}
 COMPACT, MASK = (
@@ -54,13 +56,17 @@ DRAFTS = {
     "scripted drafts, synchronous": Variant(SYNC, drafts=True),
     "scripted drafts, preempted every 2 steps": Variant(engine={"preempt_every": 2}, drafts=True),
     "scripted drafts, few rows, other order": Variant(FEW_ROWS, drafts=True, order=shuffled),
+    "scripted drafts, one a step": Variant(ONE_DRAFT, drafts=True),
+    "scripted drafts, chosen lengths": Variant(CHOSEN, drafts=True),
+    "scripted drafts, chosen lengths, synchronous, preempted": Variant(
+        {**CHOSEN, **SYNC}, {"preempt_every": 5}, drafts=True
+    ),
     "the model's own drafts": Variant(OWN_DRAFTS),
+    "the model's own drafts, one a step": Variant(ONE_DRAFT),
     "the model's own drafts, preempted, chunks of 16": Variant(
         OWN_DRAFTS, {"preempt_every": 3, "max_prefill_chunk": 16}
     ),
-    "the model's own drafts, chosen lengths": Variant(
-        {**OWN_DRAFTS, "enable_mtp_varlen": True, "max_num_seqs": 2, "max_num_batched_tokens": 24}
-    ),
+    "the model's own drafts, chosen lengths": Variant({**OWN_DRAFTS, **CHOSEN}),
 }
 PREFIXES = {
     "prefixes off": Variant({"enable_prefix_caching": False}),

@@ -73,7 +73,11 @@ def test_measured_engines_say_what_others_say(make: Any, naive_model: Any, async
     ("options", "field", "message"),
     [
         ({"max_model_len": 20}, "max_model_len", "a context of 20 tokens is too short to time decode steps; give 25"),
-        ({"num_pages": 7, "max_model_len": 25}, "cache_memory", "7 cache pages are too few to time decode steps; give 8"),
+        (
+            {"num_pages": 7, "max_model_len": 25},
+            "cache_memory",
+            "7 cache pages are too few to time decode steps; give 8",
+        ),
     ],
 )
 def test_too_small_to_measure(make: Any, options: dict[str, Any], field: str, message: str) -> None:

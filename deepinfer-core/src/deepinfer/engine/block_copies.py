@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,15 +28,19 @@ class BlockCopies:
 
     Args:
         storage: `pages` [pages, bytes] and `slots` [slots, bytes], uint8.
-        copy_blocks: the bound operation.
+        copy_blocks: the bound operation. send: brings an array to the device.
         runtime: of the device; None for host memory.
     """
 
     def __init__(
-        self, storage: Any, copy_blocks: Callable[[Tensor, Tensor, Tensor], None], runtime: DeviceRuntime | None
+        self,
+        storage: Any,
+        copy_blocks: Callable[[Tensor, Tensor, Tensor], None],
+        send: Callable[[NDArray[Any]], Tensor],
+        runtime: DeviceRuntime | None,
     ) -> None:
         self._blocks: dict[BlockKind, Tensor] = {"page": storage.pages, "snapshot": storage.slots}
-        self._copy = copy_blocks
+        self._copy, self._send = copy_blocks, send
         self._runtime = runtime
         self._staging: dict[BlockKind, deque[Tensor]] = {"page": deque(), "snapshot": deque()}
         self._lost: set[int] = set()
@@ -90,10 +93,10 @@ class BlockCopies:
                 self._lost.add(snapshot[0])
 
     def _write(self, kind: BlockKind, index: int, data: bytes) -> None:
-        self._blocks[kind][index] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._blocks[kind].device)
+        self._blocks[kind][index] = self._send(np.frombuffer(bytearray(data), np.uint8))
 
     def _copy_slots(self, pairs: NDArray[np.int32]) -> None:
         if pairs.shape[0]:
             slots = self._blocks["snapshot"]
-            moves = torch.from_numpy(pairs.astype(np.int64)).to(slots.device)
+            moves = self._send(pairs.astype(np.int64))
             self._copy(slots, moves[:, 0], moves[:, 1])

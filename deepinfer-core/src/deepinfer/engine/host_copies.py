@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.ops.step import SlotRecords
@@ -28,11 +29,18 @@ class HostCopies:
 
     Args:
         records, storage: of the device; `storage.pages` [pages, bytes] and `storage.slots` [slots, bytes] are uint8.
+        send: brings an array to the device.
         alloc_pinned: takes bytes, gives uint8 host memory; plain memory without it.
     """
 
-    def __init__(self, records: SlotRecords, storage: Any, alloc_pinned: Callable[[int], Tensor] | None = None) -> None:
-        self._records, self._storage = records, storage
+    def __init__(
+        self,
+        records: SlotRecords,
+        storage: Any,
+        send: Callable[[NDArray[Any]], Tensor],
+        alloc_pinned: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self._records, self._storage, self._send = records, storage, send
         self._alloc = alloc_pinned or (lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
         self._copies: dict[int, _Copy] = {}
 
@@ -48,14 +56,14 @@ class HostCopies:
     def save(self, move: Move) -> None:
         """Copy a request out under its key."""
         record = {name: value[move.slot].clone() for name, value in self._record_fields()}
-        pages = self._storage.pages[_index(move)]
+        pages = self._storage.pages[self._index(move)]
         slot = self._storage.slots[move.slot]
         self._copies[move.key] = _Copy(self._to_host(pages), self._to_host(slot), record)
 
     def restore(self, move: Move) -> None:
         """Copy a request back to other pages and another slot; the page table is cleared for the new grants."""
         copy = self._copies.pop(move.key)
-        self._storage.pages[_index(move)] = copy.pages.to(self._storage.pages.device, non_blocking=True)
+        self._storage.pages[self._index(move)] = copy.pages.to(self._storage.pages.device, non_blocking=True)
         self._storage.slots[move.slot] = copy.slot.to(self._storage.slots.device, non_blocking=True)
         self._records.page_table[move.slot] = -1
         for name, value in self._record_fields():
@@ -72,6 +80,5 @@ class HostCopies:
         target = self._alloc(source.numel())[: source.numel()].view(source.shape)
         return target.copy_(source, non_blocking=True)
 
-
-def _index(move: Move) -> Tensor:
-    return torch.from_numpy(move.pages.astype(np.int64))
+    def _index(self, move: Move) -> Tensor:
+        return self._send(move.pages.astype(np.int64))

@@ -198,12 +198,14 @@ class ModelRunner:
             model.device,
         )
         self.storage = model.allocate_caches(num_pages, num_slots + num_snapshots)
-        self.host_copies = HostCopies(self.records, self.storage, None if runtime is None else runtime.alloc_pinned)
-        self.blocks = BlockCopies(self.storage, model.table.copy_blocks, runtime)
+        self.transfers = Transfers(model.device, runtime)
+        send = self.transfers.send
+        pinned = None if runtime is None else runtime.alloc_pinned
+        self.host_copies = HostCopies(self.records, self.storage, send, pinned)
+        self.blocks = BlockCopies(self.storage, model.table.copy_blocks, send, runtime)
         self.moved_step = -1
         """The last step whose moves between device and host were done."""
         self._broken: set[int] = set()
-        self.transfers = Transfers(model.device, runtime)
         self.tables = SlotTables(traits.vocab_size, num_slots, self.transfers)
         proposals = None
         if rejection and num_drafts:
