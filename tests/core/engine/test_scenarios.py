@@ -175,8 +175,8 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     contents = {"decoder": {"type": "ByteLevel"}, "model": {"vocab": vocab}, "added_tokens": added}
     (path / "tokenizer.json").write_text(json.dumps(contents))
     traits: Any = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
-    service = Grammars(path, traits, Settings(), rows=30)
-    compiled = service.submit(PAIRS).result(60)
+    service = Grammars(path, traits, Settings(xgrammar_timeout=600.0), rows=30)
+    compiled = service.submit(PAIRS).result()
 
     def submit(wanted: StructuredOutput) -> Future[Any]:
         future: Future[Any] = Future()
