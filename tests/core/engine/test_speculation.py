@@ -156,6 +156,16 @@ def test_wrong_drafts_change_nothing(drafting_model: Callable[..., Any], engine:
     assert 0 < core.speculation.accepted.sum() < core.speculation.verified.sum()
 
 
+class SteadyCosts:
+    """Steps whose time grows by a hundredth a row, whatever the clock says."""
+
+    def seconds(self, rows: Any, sequences: int) -> Any:
+        return 0.3 + 0.01 * rows
+
+    def observe(self, rows: int, sequences: int, seconds: float) -> None:
+        pass
+
+
 # ---- rejection -----------------------------------------------------------------------------------------------------
 
 
@@ -173,14 +183,23 @@ def test_greedy_rejection_says_what_is_said_without_drafts(drafting_model: Calla
     assert said(ask(drafting_model(fault=fault), greedy, draft_verification="rejection")[0]) == said(plain)
 
 
-@pytest.mark.parametrize("drafter", ["scripted", "model"])
+@pytest.mark.parametrize(
+    "drafter", ["scripted", "model", "model, chosen lengths", "model, chosen lengths, synchronous"]
+)
 def test_rejection_keeps_the_distribution_in_a_running_engine(
-    drafting_model: Callable[..., Any], fake_rules: Any, drafter: str
+    drafting_model: Callable[..., Any], fake_rules: Any, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-square of the third token over 900 seeds, given the two before it, against the model's own probabilities."""
+    """Chi-square of the third token over 900 seeds, given the two before it, against the model's own probabilities.
+
+    The drafter's confidences tell much about its drafts, so lengths chosen by what comes later would bend it.
+    """
     script = ScriptedDrafter(3, {}, 0.0) if drafter == "scripted" else None
     options = {"draft_verification": "rejection", "max_num_seqs": 30, "max_num_batched_tokens": 200}
-    wanted = {str(seed): {"seed": seed, "max_tokens": 4, "logprobs": None} for seed in range(900)}
+    options["zero_overhead_scheduling"] = "synchronous" not in drafter
+    if "chosen" in drafter:
+        options |= {"enable_mtp_varlen": True}
+        monkeypatch.setattr("deepinfer.engine.build.step_costs", lambda *_: SteadyCosts())
+    wanted = {str(seed): {"seed": seed, "max_tokens": 6, "logprobs": None} for seed in range(900)}
     model = drafting_model(num_drafts=3, fault=0.5)
     outputs, core = ask(model, wanted, drafter=script, use_nextn_decode=3, **options)
     expected, found = np.zeros(37), np.zeros(37)
@@ -200,6 +219,9 @@ def test_rejection_keeps_the_distribution_in_a_running_engine(
     # Every draw has its own probabilities, which narrows the spread of a chi-square with as many degrees of freedom.
     assert statistic < parts.size - 1 + 5 * (2 * (parts.size - 1)) ** 0.5
     assert 0 < core.speculation.accepted.sum() < core.speculation.verified.sum()
+    if "chosen" in drafter:
+        first, second, _ = core.speculation.verified.tolist()
+        assert 0 < second < 0.9 * first
 
 
 # ---- what one sees -------------------------------------------------------------------------------------------------
