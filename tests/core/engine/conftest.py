@@ -72,6 +72,7 @@ class FakeModel:
             slot_bytes=SLOT_BYTES,
             ring_length=RING,
             weight_bytes=1000,
+            resume_slack=STATES - 1,
         )
         ops = SimpleNamespace(
             expand_plan=metadata.expand_plan,

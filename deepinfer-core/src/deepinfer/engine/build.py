@@ -110,6 +110,7 @@ def plan_memory(
         lookahead=lookahead,
         history_width=traits.ngram_size - 1,
         keep_tokens=settings.replay_keep,
+        resume_slack=traits.resume_slack,
         host_bytes=settings.preemption_host_bytes,
         page_bytes=traits.page_bytes,
         slot_bytes=traits.slot_bytes,

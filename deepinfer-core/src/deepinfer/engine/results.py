@@ -54,7 +54,7 @@ class Results:
             if any(status[row] != STATUS_OK for row in range(start, end)):
                 self._reuse.withdraw(request)
             elif self._reuse.advance(request, rows[index] if prefill[index] else accepted[index]):
-                self._reuse.publish(request, [*generation.token_ids, *result.tokens[start:end].tolist()])
+                self._reuse.publish(request, plan.step, [*generation.token_ids, *result.tokens[start:end].tolist()])
 
     def append(self, scheduled: ScheduledStep, result: StepResult) -> list[Generation]:
         """Give each sampled sequence its tokens and end those that are done; the generations that grew or ended."""
