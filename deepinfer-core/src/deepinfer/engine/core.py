@@ -250,7 +250,7 @@ class EngineCore:
             return list(dict.fromkeys([*failed, *changed]))
         except Exception as error:
             self._dead = error
-            raise EngineDead(f"the step loop failed: {type(error).__name__}: {error}") from error
+            raise EngineDead(f"the step loop failed: {type(error).__name__}: {error}; make a new engine") from error
 
     def _step(self) -> list[Generation]:
         changed: list[Generation] = []

@@ -68,7 +68,8 @@ class Results:
             if generation is None:
                 continue  # It ended in an earlier step: these rows were wasted.
             changed.append(generation)
-            generation.drafts = result.drafts[index].tolist()
+            if generation.matcher is not None:
+                generation.drafts = result.drafts[index].tolist()
             for row in range(starts[index], starts[index] + accepted[index]):
                 if status[row] == STATUS_OK:
                     self._append(generation, tokens[row], now)
