@@ -379,3 +379,19 @@ def test_a_page_is_published_under_one_key() -> None:
         index.insert(node, b"c", page)
     with pytest.raises(PoolError, match="1 pages to evict, 0 are cached"):
         index.evict(1)
+
+
+def test_a_snapshot_is_found_only_when_the_step_that_fills_it_was_good() -> None:
+    """Drafts may bring a sequence past a place before the step that copies its state there has been read."""
+    cache = make(pages=5)
+    prompt = np.array([1, 1, 2])
+    chain = cache.begin(prompt)
+    row = cache.allocate(3)
+    assert cache.save_output(chain, 4, 8) >= 0
+    cache.publish(chain, 6, 7, [5, 6, 7, 8], row)
+    assert (cache.snapshots.num_pending, cache.snapshots.num_kept) == (1, 0)
+    cache.publish(chain, 6, 8, [5, 6, 7, 8], row)
+    assert (cache.snapshots.num_pending, cache.snapshots.num_kept) == (0, 1)
+    cache.end(chain)
+    cache.release(row)
+    cache.assert_idle()

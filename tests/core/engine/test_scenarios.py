@@ -130,7 +130,7 @@ def draw_machine(rng: random.Random, arrivals: list[Arrival], grammars: Any) -> 
         page_bytes=ToyRunner.PAGE_BYTES,
         slot_bytes=ToyRunner.SLOT_BYTES,
         history_width=HISTORY,
-        resume_slack=rng.choice([0, RING - 1]),
+        resume_slack=RING - 1,
     )
     script = rng.getrandbits(32)
     fails = frozenset(rng.randint(0, 40) for _ in range(rng.choice([0, 0, 0, 1, 2])))
