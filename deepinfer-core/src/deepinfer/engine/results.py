@@ -122,10 +122,12 @@ class Results:
         generation.token_ids.append(token)
         metrics.num_generated_tokens += 1
         stopped = generation.text is not None and generation.text.push(token)
-        if token in generation.stops:
+        # Before min_tokens such an id is never drawn, but it may be forced.
+        ends = len(generation.token_ids) >= generation.params.min_tokens
+        if ends and token in generation.stops:
             generation.stop_reason = token
             self._finish(generation, FinishReason.STOP)
-        elif token in self._eos and not generation.params.ignore_eos:
+        elif ends and token in self._eos and not generation.params.ignore_eos:
             self._finish(generation, FinishReason.STOP)
         elif stopped and generation.text is not None:
             generation.stop_reason = generation.text.stop
