@@ -127,6 +127,8 @@ def test_what_is_wrong_stays_with_its_conversation(fake_model: Any) -> None:
         ([], {}, r"messages: \[\] is not a list of messages"),
         (HELLO, {"options": {"temperature": 0}}, "options.temperature: is not an option of a chat; options are chat_t"),
         (HELLO, {"tools": [{}], "options": {"tool_choice": "required"}}, "tool_choice: a call that must come is not"),
+        (HELLO, {"tools": 5}, "tools: 5 is not a list of tools"),
+        (HELLO, {"options": 5}, "options: 5 is not a dict"),
         (HELLO, {"priority": "high"}, "priority: 'high' is neither an integer nor a list"),
         (HELLO, {"priority": [1, 2]}, "priority: 2 entries for 1 prompts"),
     ],

@@ -215,8 +215,9 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(fake_model: Any) -> None
             llm.generate([7], {field: value})
         assert caught.value.field == field
         assert "vocabulary" in str(caught.value)
-    with pytest.raises(InvalidRequest, match="max_new_tokens: is another name of max_tokens"):
-        llm.generate([7], {"max_tokens": 3, "max_new_tokens": 3})
+    for both in ({"max_tokens": 3, "max_new_tokens": 3}, {"max_new_tokens": 3, "max_tokens": 3}):
+        with pytest.raises(InvalidRequest, match="max_new_tokens: is another name of max_tokens"):
+            llm.generate([7], both)
     assert len(llm.generate([7], {"max_new_tokens": 3, "seq_seed": 4, "ignore_eos": True})[0].outputs[0].token_ids) == 3
 
 

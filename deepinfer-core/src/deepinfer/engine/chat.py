@@ -74,7 +74,7 @@ def open_chat(
     """Write one conversation as a prompt; what is wrong with it goes into the prompt.
 
     Raises:
-        InvalidRequest: no installed codec writes chats for this model, or an option that is none.
+        InvalidRequest: no installed codec writes chats for this model, or tools or options that are none.
     """
     codec = front.codec
     if codec is None:
@@ -85,6 +85,10 @@ def open_chat(
             "(pip install deepinfer-recipe-bindings for DeepSeek-V4.1)",
             field="messages",
         )
+    if options is not None and not isinstance(options, Mapping):
+        raise InvalidRequest(f"{options!r} is not a dict", field="options")
+    if tools is not None and (not isinstance(tools, Sequence) or isinstance(tools, str | bytes)):
+        raise InvalidRequest(f"{tools!r} is not a list of tools", field="tools")
     for name in options or ():
         if name not in OPTIONS:
             raise InvalidRequest(

@@ -99,7 +99,8 @@ def _known_names(given: dict[str, Any]) -> dict[str, Any]:
         if field not in known:
             raise InvalidRequest(f"is not a sampling parameter; known: {', '.join(known)}", field=str(name))
         if field in fields:
-            raise InvalidRequest(f"is another name of {field}, which was given too", field=name)
+            other = name if name != field else next(key for key in given if ALIASES.get(key) == field)
+            raise InvalidRequest(f"is another name of {field}, which was given too", field=other)
         fields[field] = value
     return fields
 
