@@ -23,8 +23,8 @@ from deepinfer.scheduler.plan import Move, StepPlan
 __all__ = ["Ask", "LateDevice", "StepFailed", "ToyRunner", "say_alone"]
 
 VOCAB, EOS, FIRST_LETTER, PAGE = 37, 1, 6, 4
-RING = 24
-"""Positions that a slot remembers: those of two steps of six rows, and more."""
+RING = 8
+"""Positions that a slot remembers: as few as a step of six rows can do with."""
 BAD_LOGITS = 1
 """A status that is not `STATUS_OK`."""
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from deepinfer.cache.chain import PrefixChain
 from deepinfer.cache.pool import PagePool, PoolError
 from deepinfer.cache.prefix import ImageSpan, PrefixIndex, page_keys, root_key
-from deepinfer.cache.reuse import PrefixCache, PrefixChain
+from deepinfer.cache.reuse import PrefixCache
 from deepinfer.cache.snapshots import SnapshotPool
 
 ROOT = root_key(b"checkpoint", "numerics", 2, "layout")
@@ -99,7 +100,7 @@ class PrefixMachine(RuleBasedStateMachine):
         run.row += fresh
         for index in range(run.length // PAGE, -(-end // PAGE)):
             self.content[run.row[index]] = run.tokens[: min(end, (index + 1) * PAGE)]
-        slot = self.cache.save(run.chain, end) if end <= len(run.prompt) else -1
+        slot = self.cache.save(run.chain, end, 0) if end <= len(run.prompt) else -1
         if slot >= 0:
             self.state[slot] = run.tokens[:end]
         if good == 0:  # The step failed: nothing of it is published.
@@ -107,7 +108,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.release(run)
             return
         run.length = end
-        self.cache.publish(run.chain, end, run.output, np.array(run.row, np.int32))
+        self.cache.publish(run.chain, end, 0, run.output, np.array(run.row, np.int32))
 
     @precondition(lambda self: self.runs)
     @rule(data=st.data())
@@ -169,8 +170,8 @@ def drive(cache: PrefixCache, prompt: list[int], chunk: int = 100) -> tuple[int,
     while length < tokens.size:
         length += cache.cut(chain, length, min(chunk, tokens.size - length))
         row += cache.allocate(-(-length // PAGE) - len(row)).tolist()
-        cache.save(chain, length)
-        cache.publish(chain, length, [], np.array(row, np.int32))
+        cache.save(chain, length, 0)
+        cache.publish(chain, length, 0, [], np.array(row, np.int32))
         ends.append(length)
     cache.end(chain)
     cache.release(row)
@@ -262,15 +263,15 @@ def test_a_copy_that_was_published_twice_never_blocks_the_pool() -> None:
     prompt = np.array([1, 1, 2, 2, 3])
     first, second = cache.begin(prompt), cache.begin(prompt)
     mine, other = cache.allocate(1), cache.allocate(2)
-    cache.publish(first, 2, [], mine)
-    cache.publish(second, 4, [], other)
+    cache.publish(first, 2, 0, [], mine)
+    cache.publish(second, 4, 0, [], other)
     cache.end(first)
     cache.release(mine)
     assert cache.pages.num_cached == 1
     rest = cache.allocate(2)
     cache.check()
     assert cache.pages.num_used == 4
-    cache.publish(second, 4, [], other)
+    cache.publish(second, 4, 0, [], other)
     cache.end(second)
     cache.release(other)
     cache.pages.free(rest)
@@ -282,13 +283,13 @@ def test_what_was_evicted_before_a_running_request_is_published_again() -> None:
     prompt = np.array([1, 1, 2, 2, 3, 3, 3])
     first, second = cache.begin(prompt), cache.begin(prompt)
     mine, other = cache.allocate(1), cache.allocate(3)
-    cache.publish(first, 2, [], mine)
-    cache.publish(second, 2, [], other)
+    cache.publish(first, 2, 0, [], mine)
+    cache.publish(second, 2, 0, [], other)
     cache.end(first)
     cache.release(mine)
     rest = cache.allocate(2)
     assert cache.index.match(prompt, 3)[0] == []
-    cache.publish(second, 6, [], other)
+    cache.publish(second, 6, 0, [], other)
     assert [node.page for node in cache.index.match(prompt, 3)[0]] == other.tolist()
     cache.end(second)
     cache.release(other)
@@ -301,8 +302,8 @@ def test_bad_rows_are_withdrawn() -> None:
     prompt = np.array([1, 1, 2, 2, 3])
     chain = cache.begin(prompt)
     row = cache.allocate(3)
-    cache.save(chain, 4)
-    cache.publish(chain, 4, [], row)
+    cache.save(chain, 4, 0)
+    cache.publish(chain, 4, 0, [], row)
     assert len(cache.index) == 2
     cache.forget(chain)
     assert len(cache.index) == 0
@@ -378,3 +379,19 @@ def test_a_page_is_published_under_one_key() -> None:
         index.insert(node, b"c", page)
     with pytest.raises(PoolError, match="1 pages to evict, 0 are cached"):
         index.evict(1)
+
+
+def test_a_snapshot_is_found_only_when_the_step_that_fills_it_was_good() -> None:
+    """Drafts may bring a sequence past a place before the step that copies its state there has been read."""
+    cache = make(pages=5)
+    prompt = np.array([1, 1, 2])
+    chain = cache.begin(prompt)
+    row = cache.allocate(3)
+    assert cache.save_output(chain, 4, 8) >= 0
+    cache.publish(chain, 6, 7, [5, 6, 7, 8], row)
+    assert (cache.snapshots.num_pending, cache.snapshots.num_kept) == (1, 0)
+    cache.publish(chain, 6, 8, [5, 6, 7, 8], row)
+    assert (cache.snapshots.num_pending, cache.snapshots.num_kept) == (0, 1)
+    cache.end(chain)
+    cache.release(row)
+    cache.assert_idle()

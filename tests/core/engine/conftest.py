@@ -72,6 +72,7 @@ class FakeModel:
             slot_bytes=SLOT_BYTES,
             ring_length=RING,
             weight_bytes=1000,
+            resume_slack=STATES - 1,
         )
         ops = SimpleNamespace(
             expand_plan=metadata.expand_plan,
@@ -185,7 +186,10 @@ class DraftingModel(FakeModel):
             drawn.append(rows.argmax(-1) if choose is None else choose(rows, k))
             for row in live:
                 state[row] = chain(state[row], int(drawn[-1][row]), int(positions[row]) + 2 + k)
-        return SimpleNamespace(ids=torch.stack(drawn, 1), confidences=torch.full((slots.shape[0], len(drawn)), 0.75))
+        ids = torch.stack(drawn, 1)
+        # As in the model a confidence knows the drafts before its own.
+        known = torch.where(ids[:, :-1] % 2 == 0, 0.05, 0.95)
+        return SimpleNamespace(ids=ids, confidences=torch.cat([torch.full((ids.shape[0], 1), 0.75), known], 1))
 
 
 def naive(prompt: list[int], params: Any, limit: int, seed: int) -> tuple[list[int], str]:

@@ -338,3 +338,19 @@ def test_limits(fake_model: Any) -> None:
         LLM.from_loaded(loaded, Settings(max_num_seqs=3, max_model_len=64))
     with pytest.raises(CapacityError, match=r"(?s)4000 pages were asked for, .* fit\n.*weights .*pages: 4,001 x 32 B"):
         LLM.from_loaded(LoadedModel(fake_model, budget=100_000), Settings(max_num_seqs=3), num_pages=4000)
+
+
+def test_what_cannot_be_scored_disturbs_no_other(fake_model: Any) -> None:
+    class Strict(LetterCodec):
+        def encode_text(self, text: str) -> list[int]:
+            if not text.isascii():
+                raise InvalidRequest("not plain", field="prompt")
+            return super().encode_text(text)
+
+    llm = make_llm(fake_model, Strict())
+    alone = llm.score([[7, 8]], ["abc"])[0]
+    scores = llm.score(["a", [7, 8], 5, [7], "ab", "a\u00e9", [7, 8]], ["b\u00e9", "abc", "c", b"d", 4, "d", "abc"])
+    assert [score.error is None for score in scores] == [False, True, False, False, False, False, True]
+    assert {type(score.error) for score in scores if score.error is not None} == {InvalidRequest}
+    assert scores[1] == scores[6] == alone
+    llm._core.scheduler.assert_idle()

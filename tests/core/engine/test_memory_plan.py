@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepinfer.engine.build import plan_memory
+from deepinfer.engine.loader import LoadedModel
 from deepinfer.engine.memory_plan import MemoryPlan, MemoryRequest
 from deepinfer.errors import CapacityError
+from deepinfer.settings import Settings
 
 
 def request(**changes: int) -> MemoryRequest:
@@ -60,7 +63,7 @@ def test_what_does_not_fit(arguments: dict[str, Any], text: str) -> None:
         MemoryPlan.build(request(), **arguments)
     message = str(caught.value)
     assert message.startswith(text)
-    for name in ("weights", "workspaces", "logits and sampling", "slot records", "state slots: 5 x 30 B", "total"):
+    for name in ("weights", "workspaces", "logits and sampling", "draft logits", "slot records", "5 x 30 B", "total"):
         assert name in message
     assert ("allowed" in message) == ("budget" in arguments)
 
@@ -74,3 +77,28 @@ def test_a_plan_never_exceeds_its_budget(budget: int, cache: int | None) -> None
     assert plan.total <= budget
     assert cache is None or plan.num_pages * 10 + 150 <= cache
     assert 4 <= plan.num_pages - 1 <= 40
+
+
+@pytest.mark.parametrize(
+    ("rows", "sampled"),
+    [
+        (None, {0: 8, 1: 16, 5: 48}),
+        (30, {0: 8, 1: 16, 5: 30}),  # A step has no more rows than its budget.
+    ],
+)
+def test_drafts_take_logits_of_their_rows_and_of_their_drafter(
+    fake_model: Any, rows: int | None, sampled: dict[int, int]
+) -> None:
+    """Per row 4 bytes a logit at least, with 37 ids; the drafter holds each draft's logits twice."""
+    settings = Settings(max_num_seqs=8, max_num_batched_tokens=rows, use_nextn_decode=0)
+    plans = {
+        drafts: plan_memory(LoadedModel(fake_model, numerics_id="fake"), settings, num_drafts=drafts)[0]
+        for drafts in sampled
+    }
+    for drafts, plan in plans.items():
+        request = plan.request
+        assert request.drafts == 2 * 8 * drafts * 37 * 4
+        more = sampled[drafts] - sampled[0]
+        assert request.logits - plans[0].request.logits >= more * 37 * 4
+        assert (request.logits == plans[0].request.logits) == (more == 0)
+        assert f"{request.drafts / 2**20:,.1f} MiB" in plan.describe()

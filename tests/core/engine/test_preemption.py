@@ -82,8 +82,8 @@ def test_what_runs_again_reuses_what_the_request_had_published(fake_model: Any, 
     rows = core.stats.prefill_rows
     while core.num_unfinished:
         core.step()
-    assert generation.request.start == 20, "the last page boundary before the prompt's end"
-    assert core.stats.prefill_rows - rows == prompt.size + 4 - 20
+    assert generation.request.start == 24, "the last page boundary that its output had passed"
+    assert core.stats.prefill_rows - rows == prompt.size + 4 - 24
     assert generation.request.num_cached_tokens == 0, "which is what its caller is told"
     core.close()
 

@@ -67,12 +67,12 @@ def test_a_hit_runs_only_what_is_new(fake_model: Any, make_engine: Any, check: A
     assert (stats.lookups, stats.hits, stats.hit_tokens) == (4, 3, 24)
     counters = core.scheduler.prefix.counters()
     assert counters["hit_tokens"] == 24
-    assert counters["kept_snapshots"] == counters["taken_snapshots"] == 2
+    assert counters["kept_snapshots"] == counters["taken_snapshots"] == 3, "of two prompts, and of the same output"
     assert counters["cached_pages"] == core.scheduler.pages.num_cached > 0
 
 
 def test_output_is_reused_by_the_next_turn(fake_model: Any, make_engine: Any, check: Any) -> None:
-    """Pages of generated tokens are published too; the place to resume from is a snapshot of the earlier prompt."""
+    """Pages of generated tokens are published, and the end of the last of them is a place to resume from."""
     core = make_engine(fake_model, prefix_snapshots=8)
     first = complete(core, "a", [6, 7, 8, 9, 10], count=9)
     turn = [*first.request.prompt.tolist(), *first.token_ids, 11]
@@ -80,7 +80,33 @@ def test_output_is_reused_by_the_next_turn(fake_model: Any, make_engine: Any, ch
     third = complete(core, "c", [*turn, 12, 13])
     for generation in (first, second, third):
         check(generation)
-    assert [item.request.num_cached_tokens for item in (first, second, third)] == [0, 4, 12]
+    assert [item.request.num_cached_tokens for item in (first, second, third)] == [0, 12, 12]
+
+
+def test_a_request_keeps_only_the_latest_place_in_its_output(fake_model: Any, make_engine: Any) -> None:
+    """But for those that a long text leaves: here every 16 tokens."""
+    core = make_engine(fake_model, prefix_snapshots=8, prefix_snapshot_interval=16)
+    generation = complete(core, "a", [6, 7, 8, 9, 10], count=33)
+    text = np.array([*generation.request.prompt.tolist(), *generation.token_ids])
+    prefix = core.scheduler.prefix
+    nodes, _ = prefix.index.match(text, 100)
+    assert [node.depth * 4 for node in nodes if node.snapshot >= 0] == [4, 16, 32, 36]
+    assert (prefix.snapshots.num_kept, prefix.snapshots.evicted) == (4, 0)
+
+
+def test_the_end_of_an_output_goes_to_lower_tiers(fake_model: Any, make_engine: Any, check: Any) -> None:
+    """Only the last place of a request that has said all is stored, not every one on the way."""
+    core = make_engine(fake_model, prefix_host_bytes=100_000, prefix_load_seconds=10.0)
+    saved, save = [], core.tiers.exchange.save
+    core.tiers.exchange.save = lambda kind, *rest: (saved.append(kind), save(kind, *rest))
+    first = complete(core, "a", [6, 7, 8, 9, 10], count=16)
+    core.tiers.exchange.flush()
+    assert (saved.count("page"), saved.count("snapshot")) == (5, 2), "of the prompt and of the output"
+    core.scheduler.prefix.clear()
+    second = complete(core, "b", [*first.request.prompt.tolist(), *first.token_ids, 11])
+    check(second)
+    assert second.request.num_cached_tokens == 20
+    core.close()
 
 
 def test_prompt_logprobs_need_every_row(fake_model: Any, make_engine: Any) -> None:
@@ -309,6 +335,27 @@ def test_hit_or_miss_the_bits_are_the_same(
         scheduler.assert_idle()
         pages = scheduler.pages
         assert pages.num_free + pages.num_cached == pages.capacity
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"zero_overhead_scheduling": False},
+        {"use_nextn_decode": 0},
+        {"use_nextn_decode": 0, "zero_overhead_scheduling": False, "max_num_seqs": 1},
+    ],
+)
+def test_the_next_turn_resumes_behind_the_answer(loaded: Any, options: dict[str, Any]) -> None:
+    """Also where a step writes rows past the page's end that may be taken back; the bits are those of a cold run."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=52, ignore_eos=True, logprobs=1)
+    with engine(loaded(16), **options) as llm, engine(loaded(16), enable_prefix_caching=False) as fresh:
+        answer = llm.generate([STEM[:40]], [params])[0].outputs[0]
+        turn = [*STEM[:40], *answer.token_ids, 5, 6, 7]
+        warm, cold = llm.generate([turn], [params])[0], fresh.generate([turn], [params])[0]
+    assert (warm.num_cached_tokens, cold.num_cached_tokens) == (80, 0)
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert warm.outputs[0].logprobs == cold.outputs[0].logprobs
 
 
 def test_a_ring_used_by_another_request_in_between(loaded: Any, cold: list[Any]) -> None:

@@ -180,6 +180,27 @@ def test_nothing_allowed_is_an_error_of_its_own_request(fake_model: Any) -> None
     assert good.error is None
 
 
+def test_forced_ids_end_nothing_before_min_tokens(fake_model: Any) -> None:
+    llm = make_llm(fake_model)
+    forced = {"temperature": 0, "golden_token_ids": [EOS, 9, EOS, 9, EOS], "max_tokens": 9}
+    params = [SamplingParams(**forced, min_tokens=least, stop_token_ids=[9]) for least in (0, 1, 2, 3)]
+    outputs = [output.outputs[0] for output in llm.generate([[7]] * 4, params)]
+    assert [len(output.token_ids) for output in outputs] == [1, 1, 2, 3]
+    assert [output.stop_reason for output in outputs] == [None, None, 9, None]
+    assert {output.finish_reason for output in outputs} == {"stop"}
+
+
+def test_values_that_float32_cannot_hold(fake_model: Any) -> None:
+    llm = make_llm(fake_model)
+    common = {"seed": 3, "max_tokens": 4, "ignore_eos": True}
+    best, nucleus = llm.generate([[7], [7]], [{**common, "temperature": 0}, {**common, "top_p": 1e-300}])
+    assert nucleus.outputs[0].token_ids == best.outputs[0].token_ids
+    # Not banned ids, as an infinite temperature drew them.
+    allowed = [8, 9, 10]
+    hot = llm.generate([[7]], [{**common, "temperature": 1e300, "allowed_token_ids": allowed}])[0].outputs[0]
+    assert set(hot.token_ids) <= set(allowed)
+
+
 def test_ids_outside_the_vocabulary_are_refused_by_name(fake_model: Any) -> None:
     llm = make_llm(fake_model)
     for field, value in (

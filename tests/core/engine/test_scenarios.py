@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.toy_device import EOS, FIRST_LETTER, PAGE, VOCAB, Ask, LateDevice, StepFailed, ToyRunner, say_alone
+from support.toy_device import EOS, FIRST_LETTER, PAGE, RING, VOCAB, Ask, LateDevice, StepFailed, ToyRunner, say_alone
 
 from deepinfer import SamplingParams, StructuredOutput
 from deepinfer.cache.pool import PagePool, SlotPool
@@ -130,6 +130,7 @@ def draw_machine(rng: random.Random, arrivals: list[Arrival], grammars: Any) -> 
         page_bytes=ToyRunner.PAGE_BYTES,
         slot_bytes=ToyRunner.SLOT_BYTES,
         history_width=HISTORY,
+        resume_slack=RING - 1,
     )
     script = rng.getrandbits(32)
     fails = frozenset(rng.randint(0, 40) for _ in range(rng.choice([0, 0, 0, 1, 2])))
@@ -174,8 +175,8 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     contents = {"decoder": {"type": "ByteLevel"}, "model": {"vocab": vocab}, "added_tokens": added}
     (path / "tokenizer.json").write_text(json.dumps(contents))
     traits: Any = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
-    service = Grammars(path, traits, Settings(), rows=5)
-    compiled = service.submit(PAIRS).result(60)
+    service = Grammars(path, traits, Settings(xgrammar_timeout=600.0), rows=30)
+    compiled = service.submit(PAIRS).result()
 
     def submit(wanted: StructuredOutput) -> Future[Any]:
         future: Future[Any] = Future()

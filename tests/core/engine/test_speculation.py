@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.checkpoint.synthetic import make_checkpoint
@@ -21,6 +22,7 @@ from deepinfer.models.traits import number_of_drafts
 from deepinfer.settings import Settings
 
 PROMPT = [7, 8, 9]
+ONE = torch.tensor([1])
 WANTED: dict[str, dict[str, Any]] = {
     "plain": {},
     "greedy": {"temperature": 0},
@@ -156,6 +158,16 @@ def test_wrong_drafts_change_nothing(drafting_model: Callable[..., Any], engine:
     assert 0 < core.speculation.accepted.sum() < core.speculation.verified.sum()
 
 
+class SteadyCosts:
+    """Steps whose time grows by a hundredth a row, whatever the clock says."""
+
+    def seconds(self, rows: Any, sequences: int) -> Any:
+        return 0.3 + 0.01 * rows
+
+    def observe(self, rows: int, sequences: int, seconds: float) -> None:
+        pass
+
+
 # ---- rejection -----------------------------------------------------------------------------------------------------
 
 
@@ -173,33 +185,58 @@ def test_greedy_rejection_says_what_is_said_without_drafts(drafting_model: Calla
     assert said(ask(drafting_model(fault=fault), greedy, draft_verification="rejection")[0]) == said(plain)
 
 
-@pytest.mark.parametrize("drafter", ["scripted", "model"])
+def tally(outputs: list[list[int]], rules: Any, *, scripted: bool) -> tuple[Any, Any]:
+    """Tokens by how much more the model likes them than the drafter: expected and found, of all but the first tokens."""
+    edges = np.log([0.4, 0.75, 1.0, 1.5, 3.0])
+    expected, found = np.zeros((2, edges.size + 1))
+    for tokens in outputs:
+        state = 0
+        for position, token in enumerate(PROMPT):
+            state = rules.chain(state, token, position)
+        for place, token in enumerate(tokens):
+            target = rules.logits_of(state).double().log_softmax(-1)
+            # A script that knows no output proposes 1.
+            drafted = torch.full((37,), -30.0).index_fill(0, ONE, 0.0)
+            if not scripted:
+                drafted = (0.5 * rules.logits_of(state) + 0.5 * rules.logits_of(state + 1)).double().log_softmax(-1)
+            group = np.searchsorted(edges, (target - drafted).numpy())
+            if place:
+                expected += np.bincount(group, target.exp().numpy(), minlength=expected.size)
+                found[group[token]] += 1
+            state = rules.chain(state, token, len(PROMPT) + place)
+    return expected, found
+
+
+@pytest.mark.parametrize(
+    "drafter", ["scripted", "model", "model, chosen lengths", "model, chosen lengths, synchronous"]
+)
 def test_rejection_keeps_the_distribution_in_a_running_engine(
-    drafting_model: Callable[..., Any], fake_rules: Any, drafter: str
+    drafting_model: Callable[..., Any], fake_rules: Any, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-square of the third token over 900 seeds, given the two before it, against the model's own probabilities."""
+    """Chi-square of 900 outputs: how often do tokens come that the drafter likes less or more than the model does?
+
+    Summed over many contexts a wrong rule shows there, and nowhere as clearly. The drafter's confidences tell much about
+    its drafts, so lengths chosen by what comes later would show too.
+    """
     script = ScriptedDrafter(3, {}, 0.0) if drafter == "scripted" else None
     options = {"draft_verification": "rejection", "max_num_seqs": 30, "max_num_batched_tokens": 200}
-    wanted = {str(seed): {"seed": seed, "max_tokens": 4, "logprobs": None} for seed in range(900)}
+    options["zero_overhead_scheduling"] = "synchronous" not in drafter
+    if "chosen" in drafter:
+        options |= {"enable_mtp_varlen": True}
+        monkeypatch.setattr("deepinfer.engine.build.step_costs", lambda *_: SteadyCosts())
+    wanted = {str(seed): {"seed": seed, "max_tokens": 6, "logprobs": None} for seed in range(900)}
     model = drafting_model(num_drafts=3, fault=0.5)
     outputs, core = ask(model, wanted, drafter=script, use_nextn_decode=3, **options)
-    expected, found = np.zeros(37), np.zeros(37)
-    prompt_state = 0
-    for position, token in enumerate(PROMPT):
-        prompt_state = fake_rules.chain(prompt_state, token, position)
-    for output in outputs.values():
-        state = prompt_state
-        for place, token in enumerate(output.token_ids[:2]):
-            state = fake_rules.chain(state, token, len(PROMPT) + place)
-        expected += fake_rules.logits_of(state).double().softmax(-1).numpy()
-        found[output.token_ids[2]] += 1
-    common = expected >= 5
-    parts = np.append(expected[common], expected[~common].sum())
-    counts = np.append(found[common], found[~common].sum())
-    statistic = float(((counts - parts) ** 2 / parts).sum())
-    # Every draw has its own probabilities, which narrows the spread of a chi-square with as many degrees of freedom.
-    assert statistic < parts.size - 1 + 5 * (2 * (parts.size - 1)) ** 0.5
+    expected, found = tally([item.token_ids for item in outputs.values()], fake_rules, scripted=script is not None)
+    some = expected > 0
+    statistic = float(((found - expected)[some] ** 2 / expected[some]).sum())
+    freedom = int(some.sum()) - 1
+    # Every draw has its own probabilities, which narrows the spread of a chi-square with so many degrees of freedom.
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
     assert 0 < core.speculation.accepted.sum() < core.speculation.verified.sum()
+    if "chosen" in drafter:
+        first, second, _ = core.speculation.verified.tolist()
+        assert 0 < second < 0.9 * first
 
 
 # ---- what one sees -------------------------------------------------------------------------------------------------

@@ -179,6 +179,17 @@ def test_drafts_change_nothing(engine: dict[str, Any], fake_model: Any, make: Ma
     assert core.stats.accepted_drafts > 20
 
 
+def test_rejection_sampling_keeps_to_the_grammar(fake_model: Any, make: Make, alone: dict[str, Any]) -> None:
+    options = {"use_nextn_decode": 5, "max_num_batched_tokens": 32, "draft_verification": "rejection"}
+    core = make(fake_model, drafter=oracle(alone), **options)
+    for name, (tokens, _, reason, error) in run_all(core).items():
+        assert error is None
+        pattern = SO_PATTERNS.get(WANTED[name].grammar)
+        assert pattern is None or reason != "stop" or re.fullmatch(pattern, text_of(tokens)), (name, tokens)
+        assert "greedy" not in name or tokens == alone[name][0]
+    assert core.stats.accepted_drafts > 10
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_drafts_that_the_host_never_hears_of_are_cut(
     asynchronous: bool, fake_model: Any, make: Make, alone: dict[str, Any]

@@ -8,89 +8,25 @@ hit always leaves at least one token of the prompt to run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import islice
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from deepinfer.cache.chain import CacheExport, PrefixChain, PrefixStats
 from deepinfer.cache.pool import PagePool
 from deepinfer.cache.prefix import ImageSpan, PrefixIndex, PrefixNode, page_keys
 from deepinfer.cache.snapshots import SnapshotPool
 
-__all__ = ["DEFAULT_SNAPSHOT_INTERVAL", "CacheExport", "PrefixCache", "PrefixChain", "PrefixStats"]
+__all__ = ["DEFAULT_SNAPSHOT_INTERVAL", "PrefixCache"]
 
 DEFAULT_SNAPSHOT_INTERVAL = 4096
 """Tokens between the snapshots of a long prompt."""
 
 PARTINGS_FOR_SNAPSHOT = 2
 """The first request that leaves a known prefix is noted, the second one takes a snapshot there."""
-
-
-@dataclass
-class PrefixStats:
-    """Counts since the start; tokens unless they say otherwise.
-
-    Attributes:
-        lookups, hits: admitted requests that asked, and those that found something.
-        queried_tokens: of the prompts that asked.
-        hit_tokens: not computed again.
-        stranded_tokens: found in pages but computed again, since no snapshot at or before their end was left. If it
-            grows with the evictions of snapshots, there are too few of them.
-        published_pages: pages that lookups could find.
-    """
-
-    lookups: int = 0
-    hits: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    stranded_tokens: int = 0
-    published_pages: int = 0
-
-
-@dataclass(frozen=True)
-class CacheExport:
-    """Something that lower tiers may store: a published page, or a snapshot at a page's end.
-
-    Attributes:
-        kind: what `index` counts.
-        key: of the page.
-        index: page id or state slot, valid until the next plan.
-    """
-
-    kind: Literal["page", "snapshot"]
-    key: bytes
-    index: int
-
-
-@dataclass(eq=False, slots=True)
-class PrefixChain:
-    """One request's way through the index, from admission to release.
-
-    Attributes:
-        prompt: int64 [L].
-        images: spans of the prompt that show images.
-        pages: shared page ids of the hit, in order.
-        restore: snapshot slot to copy from before the first row; -1 without a hit.
-        boundaries: positions, ascending, at which a prefill chunk must end so that a snapshot can be taken.
-        keys: of the pages published or shared so far.
-        node: the last of them.
-        own: nodes that this request published.
-        pending: snapshot slot by boundary, until the step that fills it is known to be good.
-        closed: nothing is published any more.
-    """
-
-    prompt: NDArray[np.int64]
-    images: tuple[ImageSpan, ...] = ()
-    pages: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    restore: int = -1
-    boundaries: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    node: PrefixNode | None = None
-    own: list[PrefixNode] = field(default_factory=list)
-    pending: dict[int, int] = field(default_factory=dict)
-    closed: bool = False
 
 
 class PrefixCache:
@@ -176,7 +112,7 @@ class PrefixCache:
                 return min(rows, boundary - start)
         return rows
 
-    def save(self, chain: PrefixChain, end: int) -> int:
+    def save(self, chain: PrefixChain, end: int, step: int) -> int:
         """Snapshot slot to copy the state slot into after a chunk that ends at `end`; -1 for none."""
         if chain.closed or end not in chain.boundaries or end in chain.pending:
             return -1
@@ -186,18 +122,25 @@ class PrefixCache:
         if node is not None and node.snapshot >= 0:
             self.snapshots.touch(node.snapshot)
             return -1
-        slot = self.snapshots.reserve()
-        if slot is None:
-            return -1
-        chain.pending[end] = slot
-        return slot
+        return self._reserve(chain, end, step)
 
-    def publish(self, chain: PrefixChain, length: int, output: Sequence[int], row: NDArray[np.int32]) -> None:
+    def save_output(self, chain: PrefixChain, end: int, step: int) -> int:
+        """Snapshot slot to copy into when a page of output ends at `end`; -1 for none.
+
+        The next turn of a conversation resumes there, so one request keeps only its latest; with bounded replay some
+        more, since the next prompt must leave room for what it keeps.
+        """
+        return self._reserve(chain, end, step) if self.snapshots.capacity else -1
+
+    def publish(
+        self, chain: PrefixChain, length: int, step: int, output: Sequence[int], row: NDArray[np.int32]
+    ) -> None:
         """Publish the pages and snapshots that lie within the first `length` tokens.
 
         Args:
             chain: of the request.
             length: tokens that were forwarded and accepted, as the host knows them after a good step.
+            step: that step.
             output: generated tokens; prompt and output together hold at least `length` tokens.
             row: page ids of the request in order.
         """
@@ -206,8 +149,10 @@ class PrefixCache:
             return
         if wanted > len(chain.keys):
             self._extend(chain, wanted, output, row)
-        for boundary in [end for end in chain.pending if end <= length]:
-            self._attach(chain, boundary, row)
+        for boundary, (slot, filled) in list(chain.pending.items()):
+            if boundary <= length and filled <= step:
+                del chain.pending[boundary]
+                self._attach(chain, boundary, slot, row)
 
     def forget(self, chain: PrefixChain) -> None:
         """Withdraw what a request published, whose rows turned out to be bad."""
@@ -216,10 +161,16 @@ class PrefixCache:
             self._told(self.index.remove(node))
         chain.own = []
 
+    def conclude(self, chain: PrefixChain) -> None:
+        """Note that a request has said all: lower tiers may have the latest snapshots of its output."""
+        for node in chain.latest:
+            if node.snapshot >= 0:
+                self._export("snapshot", node.key, node.snapshot)
+
     def end(self, chain: PrefixChain) -> None:
         """Note that a request has ended: nothing more comes of it."""
         chain.closed = True
-        for slot in chain.pending.values():
+        for slot, _ in chain.pending.values():
             self.snapshots.free(slot)
         chain.pending = {}
 
@@ -387,8 +338,14 @@ class PrefixCache:
             self.stats.published_pages += 1
             self._export("page", key, page)
 
-    def _attach(self, chain: PrefixChain, boundary: int, row: NDArray[np.int32]) -> None:
-        slot = chain.pending.pop(boundary)
+    def _reserve(self, chain: PrefixChain, end: int, step: int) -> int:
+        slot = self.snapshots.reserve()
+        if slot is None:
+            return -1
+        chain.pending[end] = slot, step
+        return slot
+
+    def _attach(self, chain: PrefixChain, boundary: int, slot: int, row: NDArray[np.int32]) -> None:
         self._relink(chain, row)
         node = self.index.find(chain.keys[boundary // self.page_size - 1])
         if node is None or node.snapshot >= 0:
@@ -396,7 +353,14 @@ class PrefixCache:
             return
         node.snapshot = slot
         self.snapshots.keep(slot, node)
-        self._export("snapshot", node.key, slot)
+        if boundary < chain.prompt.size:
+            self._export("snapshot", node.key, slot)
+            return
+        chain.latest.append(node)
+        if len(chain.latest) > 1 + -(-self.keep_tokens // self.page_size):
+            oldest = chain.latest.pop(0)
+            if oldest.depth * self.page_size % self.interval:  # Else a long text leaves it.
+                self._drop_snapshot(oldest)
 
     def _key(self, chain: PrefixChain, depth: int) -> bytes:
         first = len(chain.keys)

@@ -90,7 +90,12 @@ def plan_memory(
     request = MemoryRequest(
         weights=traits.weight_bytes,
         workspaces=loaded.model.workspace_bytes(StepLimits(rows=rows, sequences=sequences, context=context)),
-        logits=_logits_bytes(sequences, num_drafts, min(rows, SchedulerConfig.max_scored_rows), traits.vocab_size),
+        # Every row of a decoding sequence is sampled, its drafts too; prompts that are scored come on top.
+        logits=_logits_bytes(
+            min(sequences * (1 + num_drafts), rows), min(rows, SchedulerConfig.max_scored_rows), traits.vocab_size
+        ),
+        # The drafter keeps its logits draft by draft and returns them in one piece.
+        drafts=2 * sequences * num_drafts * traits.vocab_size * torch.float32.itemsize,
         tables=slot_table_bytes(sequences + 1, traits.vocab_size, proposals),
         records=_records_bytes(sequences + 1, pages_each, traits.ngram_size, num_drafts),
         slot_bytes=traits.slot_bytes,
@@ -110,6 +115,7 @@ def plan_memory(
         lookahead=lookahead,
         history_width=traits.ngram_size - 1,
         keep_tokens=settings.replay_keep,
+        resume_slack=traits.resume_slack,
         host_bytes=settings.preemption_host_bytes,
         page_bytes=traits.page_bytes,
         slot_bytes=traits.slot_bytes,
@@ -277,13 +283,10 @@ def _attach_workspace(loaded: LoadedModel, config: SchedulerConfig) -> None:
         loaded.backend.attach_workspace(loaded.runtime.alloc(nbytes))
 
 
-def _logits_bytes(sequences: int, num_drafts: int, scored_rows: int, vocab_size: int) -> int:
-    """Logits of a step that also scores prompts, those of its drafts, and the largest of what works on them in turn."""
-    sampled = sequences * (1 + num_drafts)
-    # The drafter keeps its logits draft by draft and returns them in one piece.
-    rows = sampled + scored_rows + 2 * sequences * num_drafts
-    logits = torch.empty(rows, vocab_size, dtype=torch.float32, device="meta")
-    return logits.nbytes + max(sampling_bytes(sampled, vocab_size), sampler_bytes(sampled, vocab_size))
+def _logits_bytes(sampled: int, scored: int, vocab_size: int) -> int:
+    """Logits of the sampled and the scored rows of a step, and the larger of what works on them in turn."""
+    logits = (sampled + scored) * vocab_size * torch.float32.itemsize
+    return logits + max(sampling_bytes(sampled, vocab_size), sampler_bytes(sampled, vocab_size))
 
 
 def _records_bytes(slots: int, max_pages: int, ngram_size: int, max_drafts: int) -> int:

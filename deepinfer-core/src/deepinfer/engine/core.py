@@ -250,7 +250,7 @@ class EngineCore:
             return list(dict.fromkeys([*failed, *changed]))
         except Exception as error:
             self._dead = error
-            raise EngineDead(f"the step loop failed: {type(error).__name__}: {error}") from error
+            raise EngineDead(f"the step loop failed: {type(error).__name__}: {error}; make a new engine") from error
 
     def _step(self) -> list[Generation]:
         changed: list[Generation] = []
@@ -332,9 +332,9 @@ class EngineCore:
             if self._speculation is not None:
                 self._speculation.read(scheduled, result)
             self.results.publish(scheduled, result)
+            changed = self.results.append(scheduled, result)
             if self.tiers is not None:
                 self.tiers.export()
-            changed = self.results.append(scheduled, result)
             for generation in changed:
                 self._release_followers(generation)
         now = time.perf_counter()

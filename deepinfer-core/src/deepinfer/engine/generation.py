@@ -34,8 +34,10 @@ class Generation:
         followers: completions that wait for this one.
         compiling: its grammar on the way; None without one, and once it has come.
         matcher: what its grammar says next; None without one.
-        drafts: proposed behind `token_ids`, for the next step to verify; -1 for none.
-        drafts: proposed behind `token_ids`, for the next step to verify; -1 for none.
+        drafts: proposed behind `token_ids`, -1 for none, so that the masks of the next step know them; empty without a
+            grammar.
+        drafts: proposed behind `token_ids`, -1 for none, so that the masks of the next step know them; empty without a
+            grammar.
     """
 
     request: Request

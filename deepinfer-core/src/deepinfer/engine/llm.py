@@ -241,11 +241,12 @@ class LLM(EngineHandle):
         starts: list[int] = []
         for item, more, score in zip(items, after, scores, strict=True):
             try:
-                ids = self._front.ids_of(item, add_bos)
-                starts.append(max(1, len(ids)) if continuations is not None else 1)
-                whole.append([*ids, *self._front.ids_of(more, False)])
-            except InvalidRequest as error:
+                ids, rest = _flat(self._front.ids_of(item, add_bos)), _flat(self._front.ids_of(more, False))
+            except DeepInferError as error:
                 score.error = error
+                continue
+            starts.append(max(1, len(ids)) if continuations is not None else 1)
+            whole.append([*ids, *rest])
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         outputs = self.generate(prompt_token_ids=whole, sampling_params=params, use_tqdm=use_tqdm, raise_errors=False)
         waiting = [score for score in scores if score.error is None]
@@ -333,6 +334,17 @@ class LLM(EngineHandle):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _flat(ids: Any) -> Sequence[Any]:
+    """Ids that can be put behind one another; each of them is checked later.
+
+    Raises:
+        InvalidRequest: no list.
+    """
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes):
+        raise InvalidRequest(f"{ids!r} is neither text nor a list of token ids", field="prompt_token_ids")
+    return ids
 
 
 def _raise_first(errors: Iterable[DeepInferError | None]) -> None:

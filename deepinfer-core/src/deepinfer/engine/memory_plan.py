@@ -19,6 +19,7 @@ class MemoryRequest:
         weights: prepared weights on the device.
         workspaces: the largest step's temporaries.
         logits: logits and sampling temporaries of the largest step.
+        drafts: logits of the drafts that a step proposes.
         records: the device records of all slots.
         tables: the sampler's tables of all slots, allocated when requests first need them.
         slot_bytes, page_bytes: one state slot, one page.
@@ -37,6 +38,7 @@ class MemoryRequest:
     min_pages: int
     full_pages: int
     tables: int = 0
+    drafts: int = 0
 
     @property
     def fixed(self) -> int:
@@ -45,6 +47,7 @@ class MemoryRequest:
             self.weights
             + self.workspaces
             + self.logits
+            + self.drafts
             + self.records
             + self.tables
             + self.num_slots * self.slot_bytes
@@ -116,6 +119,7 @@ class MemoryPlan:
             ("weights", request.weights),
             ("workspaces", request.workspaces),
             ("logits and sampling", request.logits),
+            ("draft logits", request.drafts),
             ("slot records", request.records),
             ("sampling tables (on first use)", request.tables),
             (f"state slots: {request.num_slots} x {request.slot_bytes:,} B", request.num_slots * request.slot_bytes),

@@ -18,7 +18,7 @@ from deepinfer.models.traits import ModelTraits
 from deepinfer.observe.trace import StepTrace
 from deepinfer.sampling.params import SamplingParams
 
-__all__ = ["CLOSED", "EngineFacts", "Listener", "Loop", "Order", "Update"]
+__all__ = ["CLOSED", "EngineFacts", "Listener", "Loop", "Order", "Update", "as_dead"]
 
 CLOSED = "this AsyncLLM was closed; make a new one"
 """Why nothing more comes of a loop that was closed."""
@@ -155,3 +155,12 @@ class Loop(Protocol):
 
     def close(self) -> None:
         """End the loop and free what it holds; waits for the step in flight. A second call does nothing."""
+
+
+def as_dead(error: Exception) -> EngineDead:
+    """What consumers are told of whatever ended a loop."""
+    if isinstance(error, EngineDead):
+        return error
+    dead = EngineDead(f"the loop failed: {type(error).__name__}: {error}; make a new AsyncLLM")
+    dead.__cause__ = error
+    return dead

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from deepinfer.cache.reuse import CacheExport, PrefixCache
+from deepinfer.cache.chain import CacheExport
+from deepinfer.cache.reuse import PrefixCache
 from deepinfer.cache.tiers.exchange import LoadJob, TierExchange
 from deepinfer.cache.tiers.store import KVStore
 from deepinfer.engine.block_copies import BlockCopies

@@ -54,7 +54,7 @@ class Results:
             if any(status[row] != STATUS_OK for row in range(start, end)):
                 self._reuse.withdraw(request)
             elif self._reuse.advance(request, rows[index] if prefill[index] else accepted[index]):
-                self._reuse.publish(request, [*generation.token_ids, *result.tokens[start:end].tolist()])
+                self._reuse.publish(request, plan.step, [*generation.token_ids, *result.tokens[start:end].tolist()])
 
     def append(self, scheduled: ScheduledStep, result: StepResult) -> list[Generation]:
         """Give each sampled sequence its tokens and end those that are done; the generations that grew or ended."""
@@ -68,7 +68,8 @@ class Results:
             if generation is None:
                 continue  # It ended in an earlier step: these rows were wasted.
             changed.append(generation)
-            generation.drafts = result.drafts[index].tolist()
+            if generation.matcher is not None:
+                generation.drafts = result.drafts[index].tolist()
             for row in range(starts[index], starts[index] + accepted[index]):
                 if status[row] == STATUS_OK:
                     self._append(generation, tokens[row], now)
@@ -121,10 +122,12 @@ class Results:
         generation.token_ids.append(token)
         metrics.num_generated_tokens += 1
         stopped = generation.text is not None and generation.text.push(token)
-        if token in generation.stops:
+        # Before min_tokens such an id is never drawn, but it may be forced.
+        ends = len(generation.token_ids) >= generation.params.min_tokens
+        if ends and token in generation.stops:
             generation.stop_reason = token
             self._finish(generation, FinishReason.STOP)
-        elif token in self._eos and not generation.params.ignore_eos:
+        elif ends and token in self._eos and not generation.params.ignore_eos:
             self._finish(generation, FinishReason.STOP)
         elif stopped and generation.text is not None:
             generation.stop_reason = generation.text.stop

@@ -48,23 +48,24 @@ class Speculation:
         entered = np.concatenate([plan.admitted_slots, np.array([move.slot for move in plan.restores], np.int32)])
         self._drafted[entered], self._confidences[entered] = 0, np.nan
         # A request that was preempted behind this step has given its slot away.
-        holds = [request.slot == slot for request, slot in zip(scheduled.requests, plan.slots.tolist(), strict=True)]
-        drew = np.flatnonzero(plan.samples & (result.sampled > 0) & np.array(holds, np.bool_))
-        slots = plan.slots[drew]
-        verified = np.where(plan.is_prefill[drew], 0, result.sampled[drew] - 1).astype(np.int32)
-        accepted = np.minimum(np.maximum(result.accepted[drew] - 1, 0), verified).astype(np.int32)
-        decoding = ~plan.is_prefill[drew]
+        holders = [
+            self._current(request) if request.slot == slot else None
+            for request, slot in zip(scheduled.requests, plan.slots.tolist(), strict=True)
+        ]
+        held = np.array([holder is not None for holder in holders], np.bool_)
+        drew = np.flatnonzero(plan.samples & (result.sampled > 0) & held)
+        slots, decoding = plan.slots[drew], ~plan.is_prefill[drew]
+        verified = np.where(decoding, result.sampled[drew] - 1, 0).astype(np.int32)
+        accepted = np.clip(result.accepted[drew] - 1, 0, verified).astype(np.int32)
+        before = slots[decoding]
         self.statistics.observe(
-            self._drafted[slots[decoding]],
-            verified[decoding],
-            accepted[decoding],
-            self._confidences[slots[decoding]],
+            self._drafted[before], verified[decoding], accepted[decoding], self._confidences[before]
         )
         for index, judged, stand in zip(drew.tolist(), verified.tolist(), accepted.tolist(), strict=True):
-            generation = self._current(scheduled.requests[index])
-            if generation is not None:
-                generation.metrics.num_drafts_verified += judged
-                generation.metrics.num_drafts_accepted += stand
+            holder = holders[index]
+            if holder is not None:
+                holder.metrics.num_drafts_verified += judged
+                holder.metrics.num_drafts_accepted += stand
         exists = result.drafts[drew] >= 0
         self._drafted[slots] = exists.sum(1)
         self._confidences[slots] = np.where(exists, result.confidences[drew], np.nan)

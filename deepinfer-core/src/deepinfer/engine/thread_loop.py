@@ -11,7 +11,7 @@ from typing import Any
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.local import LocalEngine
 from deepinfer.engine.loop import EngineLoop
-from deepinfer.engine.messages import CLOSED, Listener, Order
+from deepinfer.engine.messages import CLOSED, Listener, Order, as_dead
 from deepinfer.engine.metrics import metrics_text
 from deepinfer.errors import DeepInferError, EngineDead
 from deepinfer.observe.trace import StepTrace
@@ -88,8 +88,7 @@ class ThreadLoop:
             self._loop.abort_all()
         except Exception as error:
             _logger.error("the engine stopped", exc_info=error)
-            dead = error if isinstance(error, EngineDead) else EngineDead(f"the engine's thread failed: {error}")
-            dead.__cause__ = error.__cause__ if error is dead else error
+            dead = as_dead(error)
         self._listener.end(dead)
         self.core.close()
         del self.core, self._loop  # With them go the caches and the weights.

@@ -44,6 +44,8 @@ class ModelTraits:
         ring_length: window entries of a slot.
         weight_bytes: prepared weights on the device.
         layout_id: name of the byte formats of pages and slots.
+        resume_slack: rows that may have been written past a place of the text into a slot from which it is resumed
+            there.
     """
 
     vocab_size: int
@@ -58,3 +60,4 @@ class ModelTraits:
     ring_length: int
     weight_bytes: int
     layout_id: str = ""
+    resume_slack: int = 0

@@ -15,6 +15,9 @@ __all__ = ["ALIASES", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "LogprobsMode", "Samplin
 
 MAX_INT = 2**31 - 1
 MIN_TEMPERATURE = 1e-6
+# Devices hold float32: beyond these a temperature would become infinite and a top_p zero.
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+MIN_FLOAT32 = 2.0**-126
 SEED_LIMIT = 2**64
 MAX_LOGPROBS = 1000
 MAX_LOGIT_BIAS = 1024
@@ -124,7 +127,8 @@ class SamplingParams:
 
     def _check_filters(self) -> None:
         self._set("temperature", _temperature)
-        self._set("top_p", _numbers("a number in (0, 1]", 0, 1, above=True))
+        top_p = _numbers("a number in (0, 1]", 0, 1, above=True)
+        self._set("top_p", lambda name, value: max(top_p(name, value), MIN_FLOAT32))
         self._set("min_p", _numbers("a number in [0, 1]", 0, 1))
         self._set("repetition_penalty", _numbers("a number in (0, 2]", 0, 2, above=True))
         self._set("presence_penalty", _numbers("a number in [-2, 2]", -2, 2))
@@ -253,7 +257,7 @@ def _temperature(field: str, value: Any) -> float:
     number = _number(field, value, "0 or a finite number of at least 1e-6")
     if number != 0 and not MIN_TEMPERATURE <= number < math.inf:
         _refuse(field, value, "0 (greedy) or a finite number of at least 1e-6")
-    return number
+    return min(number, MAX_FLOAT32)
 
 
 def _numbers(expected: str, low: float, high: float, *, above: bool = False) -> Callable[[str, Any], float]:

@@ -35,6 +35,7 @@ class SchedulerConfig:
         page_bytes, slot_bytes: what a page and a state slot take there.
         history_width: tokens before a resumed position that an admission brings along.
         keep_tokens: last tokens of a prompt that bounded replay sends through the consumer half; 0: no replay.
+        resume_slack: rows written past a place from which a state slot can still be resumed.
         row_bucket: padded row count for a number of rows.
     """
 
@@ -52,6 +53,7 @@ class SchedulerConfig:
     slot_bytes: int = 0
     history_width: int = 0
     keep_tokens: int = 0
+    resume_slack: int = 0
     row_bucket: Callable[[int], int] = exact_rows
 
     def __post_init__(self) -> None:

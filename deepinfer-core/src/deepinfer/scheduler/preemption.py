@@ -105,6 +105,7 @@ class Preemption:
         slot = request.slot
         pages = sequences.extend(np.array([slot], np.int32), np.array([parked.granted], np.int32))
         sequences.scheduled[slot], sequences.draws[slot] = parked.scheduled, parked.draws
+        self._reuse.resume(request)
         return Move(request.arrival, slot, pages)
 
     def forget(self, request: Request) -> None:

@@ -19,8 +19,13 @@ __all__ = ["PrefixReuse"]
 class PrefixReuse:
     """Walks every request along its chain of pages; without a prefix cache it does nothing."""
 
-    def __init__(self, prefix: PrefixCache | None, sequences: Sequences, changes: Changes) -> None:
+    def __init__(
+        self, prefix: PrefixCache | None, sequences: Sequences, changes: Changes, *, resume_slack: int
+    ) -> None:
         self._prefix, self._sequences, self._changes = prefix, sequences, changes
+        self._slack = resume_slack
+        # The end of the next page of output by slot.
+        self._next_end = np.zeros(sequences.slots.num_slots, np.int64)
         self._planning = False
         if prefix is not None:
             prefix.on_evict = self._note_evicted
@@ -53,6 +58,7 @@ class PrefixReuse:
             if chain.pages.size:
                 self._sequences.adopt(request, chain.pages)
                 self._changes.slot_copies.append((chain.restore, request.slot))
+            self._next_end[request.slot] = -(-request.tokens.size // self._prefix.page_size) * self._prefix.page_size
         request.start = request.num_forwarded = int(self._sequences.scheduled[request.slot])
         if not request.num_preemptions:
             request.num_cached_tokens = request.start
@@ -63,17 +69,35 @@ class PrefixReuse:
             return rows
         return self._prefix.cut(request.chain, start, rows)
 
-    def snapshots(self, requests: list[Request]) -> list[tuple[int, int]]:
-        """(slot, snapshot) of the prompts whose chunks end where a snapshot is wanted."""
-        if self._prefix is None:
+    def resume(self, request: Request) -> None:
+        """Go on with a request that has come back from the host."""
+        if self._prefix is not None:
+            size = self._prefix.page_size
+            self._next_end[request.slot] = (int(self._sequences.least_forwarded(request.slot)) // size + 1) * size
+
+    def snapshots(self, step: int, decoding: NDArray[np.int32], prompts: list[Request]) -> list[tuple[int, int]]:
+        """(slot, snapshot) to copy behind a step whose rows were planned: the ends of chunks and of pages of output.
+
+        How far a sequence comes is only known within bounds. A copy may hold rows past the page's end, as many as
+        whoever resumes there overwrites before they can be read.
+        """
+        prefix, sequences = self._prefix, self._sequences
+        if prefix is None:
             return []
         copies = []
-        for request in requests:
+        for request in prompts:
             if request.chain is not None:
-                snapshot = self._prefix.save(request.chain, int(self._sequences.scheduled[request.slot]))
-                if snapshot >= 0:
-                    copies.append((request.slot, snapshot))
-        return copies
+                end = int(sequences.scheduled[request.slot])
+                copies.append((request.slot, prefix.save(request.chain, end, step)))
+        least = sequences.least_forwarded(decoding)
+        due = np.flatnonzero(least >= self._next_end[decoding])
+        for slot, reached in zip(decoding[due].tolist(), least[due].tolist(), strict=True):
+            end = reached // prefix.page_size * prefix.page_size
+            self._next_end[slot] = end + prefix.page_size
+            chain = sequences.owner[slot].chain
+            if chain is not None and sequences.scheduled[slot] <= end + self._slack:
+                copies.append((slot, prefix.save_output(chain, end, step)))
+        return [(slot, snapshot) for slot, snapshot in copies if snapshot >= 0]
 
     def advance(self, request: Request, rows: int) -> bool:
         """Note rows of a request that stand, as a good step told; whether they complete something to `publish`.
@@ -88,17 +112,23 @@ class PrefixReuse:
             return False
         return bool(chain.pending) or request.num_forwarded // self._prefix.page_size > len(chain.keys)
 
-    def publish(self, request: Request, output: Sequence[int]) -> None:
+    def publish(self, request: Request, step: int, output: Sequence[int]) -> None:
         """Let others reuse the pages that a request has completed.
 
         Args:
             request: for which `advance` said so.
+            step: that was good.
             output: its generated tokens, at least those that were forwarded.
         """
         if self._prefix is not None and request.chain is not None:
             length = min(request.num_forwarded, request.num_prompt_tokens + len(output))
             later = output[request.replayed.size :]
-            self._prefix.publish(request.chain, length, later, self._sequences.pages_of(request.slot))
+            self._prefix.publish(request.chain, length, step, later, self._sequences.pages_of(request.slot))
+
+    def conclude(self, request: Request) -> None:
+        """Let lower tiers have the last state of a request that has said all."""
+        if self._prefix is not None and request.chain is not None:
+            self._prefix.conclude(request.chain)
 
     def withdraw(self, request: Request) -> None:
         """Make what a request left in the cache unknown: its numbers are not sound."""

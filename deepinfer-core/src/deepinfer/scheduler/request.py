@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from deepinfer.cache.reuse import PrefixChain
+    from deepinfer.cache.chain import PrefixChain
 
 __all__ = ["FinishReason", "Parked", "Request", "RequestState", "SamplingRow"]
 

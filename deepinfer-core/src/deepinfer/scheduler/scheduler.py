@@ -74,7 +74,7 @@ class Scheduler:
         self.queue: Policy = PriorityOrder() if policy is None else policy
         self.changes = Changes()
         self.sequences = Sequences(config, pages, slots, prefix, self.changes)
-        self.reuse = PrefixReuse(prefix, self.sequences, self.changes)
+        self.reuse = PrefixReuse(prefix, self.sequences, self.changes, resume_slack=config.resume_slack)
         self.preemption = Preemption(config, self.sequences, self.reuse, self.changes)
         self._by_id: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
@@ -157,6 +157,8 @@ class Scheduler:
         """End a request; its pages and slot come back once no step in flight names them."""
         if request.is_finished:
             return
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.reuse.conclude(request)
         state = request.state
         request.state, request.finish_reason = RequestState.FINISHED, reason
         del self._by_id[request.request_id]
@@ -243,7 +245,8 @@ class Scheduler:
         if not decoding.size and not chunks and not resumed:
             return None
         rows = self._take_rows(decoding, counts, resumed, chunks)
-        snapshots = self.reuse.snapshots([request for request, _ in chunks])
+        decoded, prompts = rows.slots[: rows.first_prefill], [request for request, _ in chunks]
+        snapshots = self.reuse.snapshots(self._next_step, decoded, prompts)
         plan = assemble(
             self._next_step,
             rows,

@@ -75,6 +75,10 @@ class Sequences:
         ready = self.active & (self.scheduled >= self.prompt_length) & (self.draws < self.max_draws)
         return np.flatnonzero(ready).astype(np.int32)
 
+    def least_forwarded(self, slots: NDArray[np.int32] | int) -> NDArray[np.int32]:
+        """Tokens that planned steps forward of decoding sequences, at least: all but the one that was drawn last."""
+        return self.prompt_length[slots] + self.draws[slots] - 1
+
     def unfinished(self) -> list[Request]:
         """Running requests that have still something to draw."""
         owners: list[Request] = self.owner[self.active & (self.draws < self.max_draws)].tolist()

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from deepinfer.engine.generation import EngineStats
-from deepinfer.engine.messages import CLOSED, EngineFacts, Listener, Order
+from deepinfer.engine.messages import CLOSED, EngineFacts, Listener, Order, as_dead
 from deepinfer.engine.process.errors import unpack_error
 from deepinfer.engine.process.frames import (
     PROTOCOL,
@@ -238,14 +238,13 @@ class ProcessLoop:
                     self._hear(message)
                 elif isinstance(message, Ended):
                     _replay(message.logs)
-                    dead = _as_dead(unpack_error(message.error))
+                    dead = as_dead(unpack_error(message.error))
         except (EOFError, OSError):
             pass
         except Exception as error:
             _logger.exception("the loop's process is not understood and is killed")
             self._process.kill()
-            dead = EngineDead(f"the front end failed: {type(error).__name__}: {error}")
-            dead.__cause__ = error
+            dead = as_dead(error)
         if self._closing:
             dead = EngineDead(CLOSED)
         self._bury(dead or EngineDead(f"{self._ending()}; make a new AsyncLLM"))
@@ -293,11 +292,3 @@ def _replay(logs: Sequence[LogEntry]) -> None:
     """Log here what was logged there."""
     for entry in logs:
         logging.getLogger(entry.logger).log(entry.level, "%s", entry.message)
-
-
-def _as_dead(error: Exception) -> EngineDead:
-    if isinstance(error, EngineDead):
-        return error
-    dead = EngineDead(f"the loop failed: {type(error).__name__}: {error}; make a new AsyncLLM")
-    dead.__cause__ = error
-    return dead

@@ -108,6 +108,8 @@ class DeepseekV41:
             ring_length=self.layout.ring_length,
             weight_bytes=self.weights.device_bytes,
             layout_id=self.layout.layout_id,
+            # A row at position p reads the ring from p - window + 1 on.
+            resume_slack=self.layout.ring_length - config.sliding_window + 1,
         )
 
     def workspace_bytes(self, limits: StepLimits) -> int:
