@@ -1,16 +1,19 @@
-"""Which function each operation is bound to."""
+"""Which function each operation is bound to: every family of kernels says what it brings."""
 
 from __future__ import annotations
 
-from deepinfer.api.backend import Determinism, Kernel, Numerics
-from deepinfer_cuda.kernels.linear import Products
-from deepinfer_cuda.kernels.moe import expert_ffn
+from deepinfer.api.backend import Kernel, Numerics
+from deepinfer_cuda.kernels import embedding, linear, moe, norm, quant, rope
 
 __all__ = ["native_kernels"]
+
+FAMILIES = (embedding, linear, moe, norm, quant, rope)
+"""Modules of `deepinfer_cuda.kernels`; each has `kernels(numerics)`, which names its operations."""
 
 
 def native_kernels(numerics: Numerics) -> dict[str, Kernel]:
     """Kernels for these numerics, by op name."""
-    products = Products()
-    found = (products.linear, products.linear_accumulate, products.grouped_linear, expert_ffn)
-    return {function.__name__: Kernel(function, Determinism.ROW_INVARIANT) for function in found}
+    found: dict[str, Kernel] = {}
+    for family in FAMILIES:
+        found |= family.kernels(numerics)
+    return found

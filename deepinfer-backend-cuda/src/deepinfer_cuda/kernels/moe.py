@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.api.backend import Determinism, Kernel, Numerics
 from deepinfer.api.ops import FP8_BLOCK32, RowFormat, Rows, gated_activation, round_rows
 from deepinfer_cuda.handles import ExpertMatrices, Fp4Experts
 from deepinfer_cuda.kernels.codes import INTERPRETED, exponent_values, fp4_values
@@ -118,3 +119,8 @@ def expert_ffn(
         hidden = round_rows(hidden, RowFormat(FP8_BLOCK32, hidden.shape[-1]))
     _product(hidden, experts.down, tiles, out.flatten(0, 1), 1)
     return out
+
+
+def kernels(numerics: Numerics) -> dict[str, Kernel]:
+    """Operations of this family."""
+    return {"expert_ffn": Kernel(expert_ffn, Determinism.ROW_INVARIANT)}
