@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from deepinfer.api.backend import Kernel, Numerics
-from deepinfer_cuda.kernels import embedding, linear, moe, norm, quant, rope
+from deepinfer_cuda.kernels import embedding, linear, moe, norm, quant, rope, sampling
 
 __all__ = ["native_kernels"]
 
-FAMILIES = (embedding, linear, moe, norm, quant, rope)
+FAMILIES = (embedding, linear, moe, norm, quant, rope, sampling)
 """Modules of `deepinfer_cuda.kernels`; each has `kernels(numerics)`, which names its operations."""
 
 
