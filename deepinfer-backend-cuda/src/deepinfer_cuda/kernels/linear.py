@@ -35,7 +35,7 @@ def _product(
     chunk = tl.arange(0, BK)
     weight_row = (group * outputs + n).to(tl.int64)
     groups = tl.cdiv(inputs, 32)
-    sums = tl.zeros((TILE, BN), tl.float32)
+    sums, lost = tl.zeros((TILE, BN), tl.float32), tl.zeros((TILE, BN), tl.float32)
     for start in range(0, inputs, BK):
         k = start + chunk
         live = k < inputs
@@ -50,7 +50,11 @@ def _product(
             scale = tl.load(scales + weight_row[:, None] * groups + (k // 32)[None, :], mask=here, other=0)
             w = w.to(tl.float32) * exponent_values(scale)
         if WIDE:
-            sums += tl.dot(a.to(tl.float32), tl.trans(w.to(tl.float32)), input_precision="ieee")
+            # Compensated: what an addition rounds off goes into the next one.
+            chunk_sum = tl.dot(a.to(tl.float32), tl.trans(w.to(tl.float32)), input_precision="ieee") - lost
+            total = sums + chunk_sum
+            lost = (total - sums) - chunk_sum
+            sums = total
         else:
             sums += tl.dot(a, tl.trans(w.to(tl.bfloat16)))
     place = t.to(tl.int64)[:, None] * out_stride + (group * outputs + n)[None, :]
