@@ -20,7 +20,9 @@ from deepinfer.api.backend import (
     WeightGroup,
 )
 from deepinfer.api.errors import CapabilityError
+from deepinfer.api.ops import Rows
 from deepinfer_cuda import weights
+from deepinfer_cuda.handles import QuantisedRows
 from deepinfer_cuda.probe import read_driver
 from deepinfer_cuda.runtime import CudaRuntime
 from deepinfer_cuda.table import native_kernels
@@ -75,6 +77,10 @@ class CudaBackend(Backend):
     def unpack(self, placement: Placement, handle: weights.Handle) -> dict[str, torch.Tensor]:
         """The checkpoint's bytes again."""
         return weights.unpack(placement, handle)
+
+    def plain_handle(self, handle: Any) -> Any:
+        """Quantised rows as plain tensors."""
+        return Rows(handle.values, handle.quantised) if isinstance(handle, QuantisedRows) else handle
 
     def environment(self) -> dict[str, str]:
         """Versions of the driver, CUDA and Triton."""

@@ -9,10 +9,30 @@ from torch import Tensor
 
 from deepinfer.api.formats import dequantise_fp4, dequantise_rows
 
-__all__ = ["ExpertMatrices", "Fp4Experts", "Fp8Weight", "GROUP"]
+__all__ = ["GROUP", "ExpertMatrices", "Fp4Experts", "Fp8Weight", "QuantisedRows"]
 
 GROUP = 32
 """Inputs that share a scale byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """Activations of one step with their FP8 form as kernels read it; stands for `deepinfer.api.ops.Rows`.
+
+    Attributes:
+        values: [T, C] in the compute dtype.
+        codes: uint8 [T, C], e4m3.
+        scales: uint8 [T, C / 32], exponent bytes.
+    """
+
+    values: Tensor
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def quantised(self) -> Tensor:
+        """Exact values [T, C] of the FP8 form, made anew by every call."""
+        return dequantise_rows(self.codes.view(torch.float8_e4m3fn), self.scales).to(self.values.dtype)
 
 
 @dataclass(frozen=True, slots=True)

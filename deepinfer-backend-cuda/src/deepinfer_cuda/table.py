@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from deepinfer.api.backend import Kernel, Numerics
-from deepinfer_cuda.kernels import embedding, indexer, linear, metadata, moe, norm, quant, rope, sampling, verification
+from deepinfer_cuda.kernels import (
+    embedding,
+    hyper_connection,
+    indexer,
+    linear,
+    metadata,
+    moe,
+    norm,
+    quant,
+    rope,
+    sampling,
+    verification,
+)
 
 __all__ = ["native_kernels"]
 
-FAMILIES = (embedding, indexer, linear, metadata, moe, norm, quant, rope, sampling, verification)
+FAMILIES = (
+    embedding,
+    hyper_connection,
+    indexer,
+    linear,
+    metadata,
+    moe,
+    norm,
+    quant,
+    rope,
+    sampling,
+    verification,
+)
 """Modules of `deepinfer_cuda.kernels`; each has `kernels(numerics)`, which names its operations."""
 
 

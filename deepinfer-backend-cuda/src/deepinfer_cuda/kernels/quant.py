@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.api.backend import Determinism, Kernel, Numerics
-from deepinfer.api.ops import FP4_BLOCK16, FP4_BLOCK32, FP8_BLOCK32, RowFormat
+from deepinfer.api.ops import FP4_BLOCK16, FP4_BLOCK32, FP8_BLOCK32, RowFormat, Rows
+from deepinfer_cuda.handles import QuantisedRows
 from deepinfer_cuda.kernels.codes import (
     ceil_power_of_two,
     e2m1_codes,
@@ -175,8 +176,16 @@ def round_rows(x: Tensor, row_format: RowFormat) -> Tensor:
     return out
 
 
+def quantise_rows(x: Tensor, enabled: bool) -> Rows | QuantisedRows:
+    """See the contract `quantise_rows`."""
+    if not enabled:
+        return Rows(x, x)
+    codes, scales = _codes(x, FP8_BLOCK32)
+    return QuantisedRows(x, codes, scales)
+
+
 def kernels(numerics: Numerics) -> dict[str, Kernel]:
     """Operations of this family."""
     quantisers = (fp8_block32_quantise, fp4_block32_quantise, fp4_block16_quantise)
-    found = (*quantisers, pack_rows, unpack_rows, round_rows)
+    found = (*quantisers, pack_rows, unpack_rows, round_rows, quantise_rows)
     return {function.__name__: Kernel(function, Determinism.EXACT) for function in found}
