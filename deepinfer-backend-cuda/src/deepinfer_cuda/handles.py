@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.api.formats import dequantise_fp4, dequantise_rows
+from deepinfer_cuda.expert_words import ExpertWords
 
 __all__ = ["GROUP", "ExpertMatrices", "Fp4Experts", "Fp8Weight", "QuantisedRows"]
 
@@ -76,6 +77,10 @@ class ExpertMatrices:
     scales: Tensor
     dtype: torch.dtype
 
+    def stored(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Checkpoint bytes [N, K / 2] and [N, K / 32] of one expert."""
+        return self.codes[expert], self.scales[expert]
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, N, K)."""
@@ -84,7 +89,7 @@ class ExpertMatrices:
 
     def __getitem__(self, expert: int) -> Tensor:
         """Exact values [N, K] of one expert, made anew by every call."""
-        return dequantise_fp4(self.codes[expert], self.scales[expert]).to(self.dtype)
+        return dequantise_fp4(*self.stored(expert)).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +101,5 @@ class Fp4Experts:
         down: [E, d, I].
     """
 
-    gate_up: ExpertMatrices
-    down: ExpertMatrices
+    gate_up: ExpertMatrices | ExpertWords
+    down: ExpertMatrices | ExpertWords

@@ -11,12 +11,16 @@ from torch import Tensor
 from deepinfer.api.backend import Numerics, Placement, Shard, WeightGroup
 from deepinfer.api.errors import CapabilityError
 from deepinfer.api.ops import DenseWeight, EngramTable
+from deepinfer_cuda.expert_words import TILE_INPUTS, TILE_OUTPUTS, ExpertWords, pack_words
 from deepinfer_cuda.handles import GROUP, ExpertMatrices, Fp4Experts, Fp8Weight
+
+from deepinfer_cuda.kernels.codes import INTERPRETED
 
 __all__ = ["Handle", "load", "plan_weights", "unpack"]
 
 Handle = DenseWeight | Fp8Weight | Fp4Experts | EngramTable
 
+EXPERT_WORDS = "fp4_expert_words"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -40,7 +44,16 @@ def _plan(group: WeightGroup, numerics: Numerics) -> Placement:
         nbytes = sum(math.prod(part.shape) + part.shape[0] * -(-part.shape[1] // GROUP) for part in codes)
     elif group.kind == "bf16":
         nbytes = sum(math.prod(part.shape) for part in group.parts) * dtype.itemsize
+    elif group.kind == "fp4_experts" and _fits_words(group, numerics):
+        form = EXPERT_WORDS
     return Placement(group, nbytes, layout=f"{form}:{str(dtype).removeprefix('torch.')}")
+
+
+def _fits_words(group: WeightGroup, numerics: Numerics) -> bool:
+    """Whether experts go to FP8 matrix units: quantised activations, whole tiles, and not in the interpreter."""
+    width, half = group.parts[0].shape
+    whole = width % TILE_OUTPUTS == 0 and half * 2 % TILE_INPUTS == 0
+    return whole and numerics.compute_dtype is torch.bfloat16 and numerics.activation_quant and not INTERPRETED
 
 
 def _width(dtype: str) -> int:
@@ -56,7 +69,11 @@ def load(placement: Placement, raw: Mapping[str, Tensor], device: torch.device) 
     if form == "fp8_rows":
         return EngramTable(here[names[0]], here[names[1]])
     if form == "fp8_block32":
-        return _load_fp8([(here[code], here[scale]) for code, scale in zip(names[0::2], names[1::2], strict=True)], dtype)
+        return _load_fp8(
+            [(here[code], here[scale]) for code, scale in zip(names[0::2], names[1::2], strict=True)], dtype
+        )
+    if form == EXPERT_WORDS:
+        return _load_words([here[name] for name in names], dtype)
     if form == "fp4_experts":
         return _load_experts([here[name] for name in names], dtype)
     kept = torch.float32 if form == "float32" else dtype
@@ -87,6 +104,25 @@ def _load_experts(parts: list[Tensor], dtype: torch.dtype) -> Fp4Experts:
     return Fp4Experts(gate_up, down)
 
 
+def _load_words(parts: list[Tensor], dtype: torch.dtype) -> Fp4Experts:
+    """The same, packed for FP8 matrix units one expert at a time."""
+    experts, (width, half), rows = len(parts) // 6, parts[0].shape, parts[4].shape[0]
+
+    def empty(outputs: int, inputs: int) -> ExpertWords:
+        words, scales = (
+            torch.empty(experts, outputs * inputs // codes, dtype=torch.int32, device=parts[0].device)
+            for codes in (8, TILE_INPUTS)
+        )
+        return ExpertWords(words, scales, (experts, outputs, inputs), dtype)
+
+    gate_up, down = empty(2 * width, 2 * half), empty(rows, width)
+    for expert in range(experts):
+        w1, s1, w3, s3, w2, s2 = parts[6 * expert : 6 * expert + 6]
+        gate_up.words[expert], gate_up.scales[expert] = pack_words(torch.cat((w1, w3)), torch.cat((s1, s3)))
+        down.words[expert], down.scales[expert] = pack_words(w2, s2)
+    return Fp4Experts(gate_up, down)
+
+
 def unpack(placement: Placement, handle: Handle) -> dict[str, Tensor]:
     """The checkpoint's tensors again, byte for byte, on the host."""
     parts = placement.group.parts
@@ -112,10 +148,8 @@ def _unpack_experts(names: list[str], experts: Fp4Experts) -> dict[str, Tensor]:
     for expert in range(experts.down.shape[0]):
         pieces: list[Tensor] = []
         for matrices, count in ((experts.gate_up, 2), (experts.down, 1)):
-            for codes, scales in zip(
-                matrices.codes[expert].chunk(count), matrices.scales[expert].chunk(count), strict=True
-            ):
-                pieces += [codes, scales]
+            codes, scales = matrices.stored(expert)
+            pieces += [part for pair in zip(codes.chunk(count), scales.chunk(count), strict=True) for part in pair]
         for name, piece in zip(names[6 * expert : 6 * expert + 6], pieces, strict=True):
             out[name] = piece.cpu()
     return out

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 __all__ = [
     "INTERPRETED",
+    "as_dtype",
     "ceil_power_of_two",
     "e2m1_codes",
     "e4m3_bytes",
@@ -18,17 +18,10 @@ __all__ = [
     "nearest_bf16",
     "nearest_integer",
     "reciprocal_power",
-    "result_dtype",
 ]
 
 INTERPRETED = triton.knobs.runtime.interpret
-"""Whether kernels run in the interpreter. It knows no bfloat16 products, so operands are widened there, exactly; and it
-cuts where it should round, so results leave it as float32 and are rounded by PyTorch."""
-
-
-def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a kernel writes for a result of this dtype."""
-    return torch.float32 if INTERPRETED else dtype
+"""Whether kernels run in the interpreter. It knows no bfloat16 products, so operands are widened there, exactly."""
 
 
 @triton.jit
@@ -112,6 +105,15 @@ def e2m1_codes(value):
 
 @triton.jit
 def nearest_bf16(value):
-    """float32 values rounded to bfloat16 precision, ties to even; finite values only."""
+    """float32 values rounded to bfloat16 precision, ties to even; the interpreter's own conversion cuts instead."""
     bits = value.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return tl.where(value == value, rounded, value)
+
+
+@triton.jit
+def as_dtype(value, dtype: tl.constexpr):
+    """float32 values in a compute dtype."""
+    if dtype == tl.bfloat16:
+        value = nearest_bf16(value)
+    return value.to(dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepinfer.api.backend import Determinism, Kernel, Numerics
 from deepinfer.api.ops import DenseWeight, Rows, accumulate_dtype
 from deepinfer_cuda.handles import Fp8Weight
-from deepinfer_cuda.kernels.codes import INTERPRETED, exponent_values
+from deepinfer_cuda.kernels.codes import INTERPRETED, as_dtype, exponent_values
 
 __all__ = ["ROW_TILE", "Products", "kernels"]
 
@@ -58,7 +58,7 @@ def _product(
         else:
             sums += tl.dot(a, tl.trans(w.to(tl.bfloat16)))
     place = t.to(tl.int64)[:, None] * out_stride + (group * outputs + n)[None, :]
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=(t < rows)[:, None] & (n < outputs)[None, :])
+    tl.store(out + place, as_dtype(sums, out.dtype.element_ty), mask=(t < rows)[:, None] & (n < outputs)[None, :])
 
 
 class Products:
@@ -88,7 +88,9 @@ class Products:
     def _run(self, x: Tensor, weight: DenseWeight | Fp8Weight, dtype: torch.dtype) -> Tensor:
         """x [T, G, K], last dimension contiguous -> [T, G N]."""
         x = x if x.stride(2) == 1 else x.contiguous()
-        stored, scales = (weight.codes, weight.scales) if isinstance(weight, Fp8Weight) else (weight.values, weight.values)
+        stored, scales = (
+            (weight.codes, weight.scales) if isinstance(weight, Fp8Weight) else (weight.values, weight.values)
+        )
         total, inputs = stored.shape
         rows, groups = x.shape[0], x.shape[1]
         out = torch.empty(rows, total, dtype=dtype, device=x.device)

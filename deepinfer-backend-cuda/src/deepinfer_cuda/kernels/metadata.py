@@ -174,7 +174,9 @@ def _rows(
     earlier = tl.load(host + offset - distance, mask=own & prefill, other=-1)
     drawn = own & ~prefill
     earlier = tl.where(
-        prefill, earlier, tl.load(drafts + slot * num_drafts + offset - distance - 1, mask=drawn & (distance < offset), other=-1)
+        prefill,
+        earlier,
+        tl.load(drafts + slot * num_drafts + offset - distance - 1, mask=drawn & (distance < offset), other=-1),
     )
     upcoming = tl.load(next_token + slot, mask=valid & ~prefill, other=-1)
     earlier = tl.where(drawn & (distance == offset), upcoming, earlier)
@@ -223,9 +225,7 @@ def _apply(records: SlotRecords, plan: PlanTensors) -> None:
         "max_pages": records.page_table.shape[1],
         "BLOCK": BLOCK,
     }
-    admitted, released, grants = (
-        part.shape[0] for part in (plan.admitted_slots, plan.released_slots, plan.page_slots)
-    )
+    admitted, released, grants = (part.shape[0] for part in (plan.admitted_slots, plan.released_slots, plan.page_slots))
     if released:
         block = triton.next_power_of_2(max(admitted, 1))
         _release[(released,)](

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -12,49 +10,15 @@ from torch import Tensor
 from deepinfer.api.backend import Determinism, Kernel, Numerics
 from deepinfer.api.ops import FP8_BLOCK32, RowFormat, Rows, gated_activation, round_rows
 from deepinfer_cuda.handles import ExpertMatrices, Fp4Experts
-from deepinfer_cuda.kernels.codes import INTERPRETED, exponent_values, fp4_values
+from deepinfer_cuda.expert_words import ExpertWords
+from deepinfer_cuda.kernels.codes import INTERPRETED, as_dtype, exponent_values, fp4_values
+from deepinfer_cuda.kernels.expert_tiles import PAIR_TILE, Tiles, cut_tiles
+from deepinfer_cuda.kernels.moe_sm90 import expert_ffn_words
 
-__all__ = ["expert_ffn"]
+__all__ = ["kernels"]
 
-PAIR_TILE = 16
 OUTPUT_TILE = 64
 INPUT_CHUNK = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Work of a grouped product; all int32, on the device.
-
-    Attributes:
-        pairs: [P], pairs by expert, those without one at the end.
-        expert: [tiles], -1 for a tile without work.
-        first: [tiles], place of its first pair in `pairs`.
-        end: [tiles], place behind the last pair of its expert.
-    """
-
-    pairs: Tensor
-    expert: Tensor
-    first: Tensor
-    end: Tensor
-
-
-def _tiles(ids: Tensor, experts: int) -> _Tiles:
-    """Cut the pairs of ids [T, k] into tiles; their number is bounded by sizes alone, so nothing is read back."""
-    flat = torch.where(ids.flatten() >= 0, ids.flatten(), experts)
-    count = flat.shape[0]
-    pairs = flat.argsort(stable=True)
-    sizes = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
-    sizes.scatter_add_(0, flat, torch.ones_like(flat))
-    sizes = sizes[:experts]
-    ends, tiles = sizes.cumsum(0), (sizes + PAIR_TILE - 1) // PAIR_TILE
-    last_tile = tiles.cumsum(0)
-    bound = min(count, count // PAIR_TILE + experts)
-    tile = torch.arange(bound, device=ids.device)
-    expert = torch.searchsorted(last_tile, tile, right=True)
-    safe = expert.clamp(max=experts - 1)
-    first = ends[safe] - sizes[safe] + (tile - last_tile[safe] + tiles[safe]) * PAIR_TILE
-    expert = torch.where(expert < experts, expert, -1)
-    return _Tiles(*(part.to(torch.int32) for part in (pairs, expert, first, ends[safe])))
 
 
 @triton.jit
@@ -76,7 +40,9 @@ def _expert_product(
         for start in range(0, inputs, BK):
             k, byte = start + chunk, start // 2 + half
             a = tl.load(
-                x + (pair // CHOICES)[:, None] * x_stride + k[None, :], mask=live[:, None] & (k < inputs)[None, :], other=0.0
+                x + (pair // CHOICES)[:, None] * x_stride + k[None, :],
+                mask=live[:, None] & (k < inputs)[None, :],
+                other=0.0,
             )
             here = (n < outputs)[:, None] & (byte < inputs // 2)[None, :]
             packed = tl.load(codes + row[:, None] * (inputs // 2) + byte[None, :], mask=here, other=0)
@@ -88,10 +54,10 @@ def _expert_product(
             else:
                 sums += tl.dot(a, tl.trans(w.to(tl.bfloat16)))
         target = out + pair[:, None] * out_stride + n[None, :]
-        tl.store(target, sums.to(out.dtype.element_ty), mask=live[:, None] & (n < outputs)[None, :])
+        tl.store(target, as_dtype(sums, out.dtype.element_ty), mask=live[:, None] & (n < outputs)[None, :])
 
 
-def _product(x: Tensor, matrices: ExpertMatrices, tiles: _Tiles, out: Tensor, choices: int) -> None:
+def _product(x: Tensor, matrices: ExpertMatrices, tiles: Tiles, out: Tensor, choices: int) -> None:
     """One projection of every pair: x [pairs / choices, K] -> out [pairs, N]; pairs without an expert stay."""
     _, outputs, inputs = matrices.shape
     grid = (triton.cdiv(outputs, OUTPUT_TILE), tiles.expert.shape[0])
@@ -103,15 +69,16 @@ def _product(x: Tensor, matrices: ExpertMatrices, tiles: _Tiles, out: Tensor, ch
     )  # fmt: skip
 
 
-def expert_ffn(
-    rows: Rows, ids: Tensor, weights: Tensor, experts: Fp4Experts, limit: float, quantise: bool
+def _expert_ffn(
+    rows: Rows, ids: Tensor, weights: Tensor, experts: Fp4Experts, limit: float, quantise: bool, tile: int | None
 ) -> Tensor:
-    """See the contract `expert_ffn`."""
+    if isinstance(experts.gate_up, ExpertWords):
+        return expert_ffn_words(rows, ids, weights, experts, limit, tile)
     x = rows.quantised
     out = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
     if not ids.numel():
         return out
-    tiles = _tiles(ids, experts.down.shape[0])
+    tiles = cut_tiles(ids, experts.down.shape[0], PAIR_TILE)
     gate_up = torch.zeros(ids.numel(), experts.gate_up.shape[1], dtype=x.dtype, device=x.device)
     _product(x if x.stride(1) == 1 else x.contiguous(), experts.gate_up, tiles, gate_up, ids.shape[1])
     hidden = gated_activation(gate_up, limit, weights.flatten())
@@ -122,5 +89,13 @@ def expert_ffn(
 
 
 def kernels(numerics: Numerics) -> dict[str, Kernel]:
-    """Operations of this family."""
-    return {"expert_ffn": Kernel(expert_ffn, Determinism.ROW_INVARIANT)}
+    """Operations of this family; in row-invariant mode the pairs of a tile do not depend on how many there are."""
+    tile = PAIR_TILE if numerics.batch_invariant else None
+
+    def expert_ffn(
+        rows: Rows, ids: Tensor, weights: Tensor, experts: Fp4Experts, limit: float, quantise: bool
+    ) -> Tensor:
+        return _expert_ffn(rows, ids, weights, experts, limit, quantise, tile)
+
+    promise = Determinism.ROW_INVARIANT if numerics.batch_invariant else Determinism.RUN_TO_RUN
+    return {"expert_ffn": Kernel(expert_ffn, promise)}

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.api.backend import Determinism, Kernel, Numerics
+from deepinfer_cuda.kernels.codes import as_dtype
 from deepinfer_cuda.kernels.launch import EXACT, rows_of, warps_for
 
 __all__ = ["kernels", "rms_norm"]
@@ -21,7 +22,7 @@ def _rms_norm(x, weight, out, width, x_stride, eps, BLOCK: tl.constexpr):
     values = tl.load(x + row * x_stride + channel, mask=live, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values) / width + eps)
     weights = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + row * width + channel, (values * scale * weights).to(out.dtype.element_ty), mask=live)
+    tl.store(out + row * width + channel, as_dtype(values * scale * weights, out.dtype.element_ty), mask=live)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

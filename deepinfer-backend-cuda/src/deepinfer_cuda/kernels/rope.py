@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.api.backend import Determinism, Kernel, Numerics
+from deepinfer_cuda.kernels.codes import as_dtype
 from deepinfer_cuda.kernels.launch import EXACT, warps_for
 
 __all__ = ["kernels", "rope", "rope_angles"]
@@ -44,7 +45,7 @@ def _rope(
         s = -s
     wide = value.to(tl.float32) * c
     rotated = tl.where(odd, partner * s + wide, wide - partner * s)
-    result = tl.where(inside, rotated.to(out.dtype.element_ty), value)
+    result = tl.where(inside, as_dtype(rotated, out.dtype.element_ty), value)
     tl.store(out + tl.program_id(0).to(tl.int64) * width + channel, result, mask=live)
 
 

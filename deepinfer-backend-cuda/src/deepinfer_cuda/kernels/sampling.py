@@ -120,9 +120,7 @@ def _kept(
 ):  # fmt: skip
     """Ids from `start` on and their scaled logits, -inf where a filter drops them."""
     t = tl.load(temperature + row)
-    ids, value = _scaled(
-        logits + row * vocab, start, vocab, tl.load(largest + row), tl.where(t > 0, t, 1.0), BLOCK
-    )
+    ids, value = _scaled(logits + row * vocab, start, vocab, tl.load(largest + row), tl.where(t > 0, t, 1.0), BLOCK)
     key, final = _order(value), tl.load(last_key + row)
     keep = (key > final) | ((key == final) & (ids <= tl.load(last_id + row)))
     value = tl.where(keep, value, float("-inf"))
@@ -202,9 +200,7 @@ def _choose(noisy, noisy_id, plain, plain_id, bad, tokens, status, parts, HAS_BA
     best = tl.max(value)
     token = tl.min(tl.where(live & (value == best), tl.load(noisy_id + place, mask=live, other=0), HIGHEST_KEY))
     value = tl.load(plain + place, mask=live, other=float("-inf"))
-    sure = tl.min(
-        tl.where(live & (value == tl.max(value)), tl.load(plain_id + place, mask=live, other=0), HIGHEST_KEY)
-    )
+    sure = tl.min(tl.where(live & (value == tl.max(value)), tl.load(plain_id + place, mask=live, other=0), HIGHEST_KEY))
     token = tl.where(best == float("-inf"), sure, token)
     if HAS_BAD:
         is_bad = tl.load(bad + row)
@@ -216,9 +212,7 @@ def _choose(noisy, noisy_id, plain, plain_id, bad, tokens, status, parts, HAS_BA
 class _Filters:
     """What the filters keep of each row of logits float32 [S, V]."""
 
-    def __init__(
-        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None
-    ) -> None:
+    def __init__(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> None:
         rows, self.vocab = logits.shape
         self.logits, self.temperature, self.min_p = logits.contiguous(), temperature, min_p
         self.largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
