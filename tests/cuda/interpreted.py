@@ -14,7 +14,7 @@ from deepinfer.cpu.runtime import CpuRuntime
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from deepinfer_cuda.backend import CudaBackend  # noqa: E402 - needs Triton
+from deepinfer_cuda.backend import CudaBackend
 
 
 class InterpretedBackend(CudaBackend):

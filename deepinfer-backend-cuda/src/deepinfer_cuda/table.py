@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from deepinfer.api.backend import Kernel, Numerics
 from deepinfer_cuda.kernels import (
+    attention,
     embedding,
     hyper_connection,
     indexer,
@@ -20,6 +21,7 @@ from deepinfer_cuda.kernels import (
 __all__ = ["native_kernels"]
 
 FAMILIES = (
+    attention,
     embedding,
     hyper_connection,
     indexer,

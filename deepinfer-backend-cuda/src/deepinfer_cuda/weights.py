@@ -13,7 +13,6 @@ from deepinfer.api.errors import CapabilityError
 from deepinfer.api.ops import DenseWeight, EngramTable
 from deepinfer_cuda.expert_words import TILE_INPUTS, TILE_OUTPUTS, ExpertWords, pack_words
 from deepinfer_cuda.handles import GROUP, ExpertMatrices, Fp4Experts, Fp8Weight
-
 from deepinfer_cuda.kernels.codes import INTERPRETED
 
 __all__ = ["Handle", "load", "plan_weights", "unpack"]

@@ -197,7 +197,13 @@ class Products:
         return self._merged(run, count, total, parts, dtype, x.device)
 
     def _merged(
-        self, run: Callable[[Tensor], None], rows: int, outputs: int, parts: int, dtype: torch.dtype, device: torch.device
+        self,
+        run: Callable[[Tensor], None],
+        rows: int,
+        outputs: int,
+        parts: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Tensor:
         """Result of a product that writes its parts."""
         out = torch.empty(rows, outputs, dtype=dtype, device=device)

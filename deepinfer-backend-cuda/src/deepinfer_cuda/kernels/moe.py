@@ -9,8 +9,8 @@ from torch import Tensor
 
 from deepinfer.api.backend import Determinism, Kernel, Numerics
 from deepinfer.api.ops import FP8_BLOCK32, RowFormat, Rows, gated_activation, round_rows
-from deepinfer_cuda.handles import ExpertMatrices, Fp4Experts
 from deepinfer_cuda.expert_words import ExpertWords
+from deepinfer_cuda.handles import ExpertMatrices, Fp4Experts
 from deepinfer_cuda.kernels.codes import INTERPRETED, as_dtype, exponent_values, fp4_values
 from deepinfer_cuda.kernels.expert_tiles import PAIR_TILE, Tiles, cut_tiles
 from deepinfer_cuda.kernels.moe_sm90 import expert_ffn_words

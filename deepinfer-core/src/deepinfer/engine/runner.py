@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.engine.block_copies import BlockCopies
+from deepinfer.engine.forward_graphs import ForwardGraphs
 from deepinfer.engine.grammars import MaskGate
 from deepinfer.engine.host_copies import HostCopies
 from deepinfer.engine.loader import DraftResult, ServedModel
@@ -51,7 +52,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A launched step whose result has not been read."""
+    """A launched step whose result has not been read; `wait` lets the host wait until it has arrived there."""
 
     tokens: Tensor
     status: Tensor
@@ -59,9 +60,24 @@ class DeviceStep:
     accepted: Tensor
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[LogprobRows, ...] = ()
+    wait: Callable[[], None] | None = None
+
+    def sent(self, runtime: DeviceRuntime) -> DeviceStep:
+        """The same with its result on the way to the host, so that reading it waits for no later step."""
+
+        def send(values: Tensor) -> Tensor:
+            target = runtime.alloc_pinned(values.nbytes).view(values.dtype)
+            runtime.copy_async(target, values)
+            return target
+
+        arriving = {name: send(getattr(self, name)) for name in ("tokens", "status", "starts", "accepted")}
+        done = runtime.event()
+        return replace(self, **arriving, wait=lambda: runtime.wait(done, host=True))
 
     def read(self) -> StepResult:
         """Wait for the step and copy its result to the host."""
+        if self.wait is not None:
+            self.wait()
         return StepResult(
             tokens=self.tokens.cpu().numpy(),
             status=self.status.cpu().numpy(),
@@ -125,6 +141,7 @@ class ModelRunner:
         poison_released: fill released pages and slots with NaN bytes before anyone gets them, so that a read of stale
             bytes shows (tests; costs bandwidth).
         runtime: of the device: host memory for preempted requests and blocks on their way; plain memory without it.
+        graphs: replay forward passes from captured graphs; needs the runtime.
     """
 
     def __init__(
@@ -139,6 +156,7 @@ class ModelRunner:
         drafter: Drafter | None = None,
         poison_released: bool = False,
         runtime: DeviceRuntime | None = None,
+        graphs: bool = False,
     ) -> None:
         traits = model.traits
         self.model = model
@@ -156,6 +174,8 @@ class ModelRunner:
         self.storage = model.allocate_caches(num_pages, num_slots + num_snapshots)
         self.host_copies = HostCopies(self.records, self.storage, None if runtime is None else runtime.alloc_pinned)
         self.blocks = BlockCopies(self.storage, model.table.copy_blocks, runtime)
+        self._sends_to = runtime if graphs else None
+        self.graphs = ForwardGraphs(model, self.storage, runtime) if graphs and runtime is not None else None
         self.moved_step = -1
         """The last step whose moves between device and host were done."""
         self._broken: set[int] = set()
@@ -205,11 +225,14 @@ class ModelRunner:
             drafts, confidences = draft.ids[:, : self.num_drafts], draft.confidences[:, : self.num_drafts]
         self._commit(records, inputs, last, rejected, drafts, confidences)
         self.blocks.save(plan.snapshot_copies)
-        return DeviceStep(tokens, status, inputs.sample_starts, accepted, drawn.logprobs, prompt_logprobs)
+        step = DeviceStep(tokens, status, inputs.sample_starts, accepted, drawn.logprobs, prompt_logprobs)
+        return step if self._sends_to is None else step.sent(self._sends_to)
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, tuple[LogprobRows, ...]]:
         """Logits of the sampled rows, and the log-probabilities of prompt tokens where they are asked for."""
         prompt_rows = self.sampler.prompt_rows(plan)
+        if not prompt_rows.size and self.graphs is not None:
+            return self.graphs.forward(inputs), ()
         if not prompt_rows.size:
             return self.model.forward(inputs, self.storage).logits, ()
         sampled = inputs.sample_rows.shape[0]
