@@ -15,6 +15,7 @@ from deepinfer_cuda.kernels import (
     quant,
     rope,
     sampling,
+    selection,
     verification,
 )
 
@@ -32,6 +33,7 @@ FAMILIES = (
     quant,
     rope,
     sampling,
+    selection,
     verification,
 )
 """Modules of `deepinfer_cuda.kernels`; each has `kernels(numerics)`, which names its operations."""

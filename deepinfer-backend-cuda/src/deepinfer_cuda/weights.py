@@ -37,7 +37,7 @@ def plan_weights(groups: Sequence[WeightGroup], shard: Shard, numerics: Numerics
 def _plan(group: WeightGroup, numerics: Numerics) -> Placement:
     nbytes = sum(math.prod(part.shape) * _width(part.dtype) for part in group.parts)
     dtype = numerics.compute_dtype
-    form = group.kind
+    form: str = group.kind
     if group.kind == "fp8_block32":
         codes = [part for part in group.parts if part.dtype != "F8_E8M0"]
         nbytes = sum(math.prod(part.shape) + part.shape[0] * -(-part.shape[1] // GROUP) for part in codes)

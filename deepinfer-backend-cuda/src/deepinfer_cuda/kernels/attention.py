@@ -95,11 +95,11 @@ def _attend(
             place = tl.load(physical + row * picks + pick, mask=(pick < picks) & (chunk < CHUNKS), other=-1)
             live = place >= 0
             place = tl.maximum(place, 0)
-            base = entries + (place // per_page) * page_stride + (place % per_page) * entry_size
+            entry = entries + (place // per_page) * page_stride + (place % per_page) * entry_size
             if ENTRY_FP4:
-                key = _load_fp4(base, live, width, WIDTH)
+                key = _load_fp4(entry, live, width, WIDTH)
             else:
-                key = _load_plain(base, live, width, WIDTH)
+                key = _load_plain(entry, live, width, WIDTH)
         if WIDE:
             scores = tl.dot(q.to(tl.float32), tl.trans(key), input_precision="ieee")
         else:

@@ -91,4 +91,5 @@ def _cut_many(ids: Tensor, experts: int, size: int) -> Tiles:
     safe = expert.clamp(max=experts - 1)
     first = ends[safe] - sizes[safe] + (tile - last_tile[safe] + tiles[safe]) * size
     expert = torch.where(expert < experts, expert, -1)
-    return Tiles(*(part.to(torch.int32) for part in (pairs, expert, first, ends[safe])), size)
+    pairs, expert, first, end = (part.to(torch.int32) for part in (pairs, expert, first, ends[safe]))
+    return Tiles(pairs, expert, first, end, size)

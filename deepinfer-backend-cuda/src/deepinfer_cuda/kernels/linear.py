@@ -42,7 +42,7 @@ def _product(
     outputs: tl.constexpr, inputs: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
     FP8: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[part, t, g outputs + n] = sum over k of x[t, g, k] * w[g outputs + n, k]; program ids: outputs, rows, g/part."""
+    """out[part, t, g outputs + n] = sum over k of x[t, g, k] * w[g outputs + n, k]; ids: outputs, rows, g / part."""
     group, part = tl.program_id(2) // PARTS, tl.program_id(2) % PARTS
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     t = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -170,8 +170,8 @@ class Products:
         def run(out: Tensor) -> None:
             _fp8_product[(triton.cdiv(outputs, OUTPUT_TILE), triton.cdiv(count, tile), parts)](
                 rows.codes.view(torch.float8_e4m3fn), rows.scales.view(torch.int32), weight.codes,
-                weight.scales.view(torch.int32), out, count, outputs=outputs, inputs=inputs, PART=inputs // parts, TILE=tile,
-                BN=OUTPUT_TILE, STAGES=4, num_warps=4, **EXACT,
+                weight.scales.view(torch.int32), out, count, outputs=outputs, inputs=inputs, PART=inputs // parts,
+                TILE=tile, BN=OUTPUT_TILE, STAGES=4, num_warps=4, **EXACT,
             )  # fmt: skip
 
         return self._merged(run, count, outputs, parts, dtype, rows.codes.device)
@@ -180,7 +180,9 @@ class Products:
         """x [T, G, K] -> [T, G N]."""
         x = x if x.stride(2) == 1 else x.contiguous()
         is_fp8 = isinstance(weight, Fp8Weight)
-        stored = weight.codes if is_fp8 else weight.values
+        stored, scales = (
+            (weight.codes, weight.scales) if isinstance(weight, Fp8Weight) else (weight.values, weight.values)
+        )
         (count, groups, inputs), total = x.shape, stored.shape[0]
         outputs, tile = total // groups, self._tile(count)
         parts = _parts(outputs, inputs, groups)
@@ -189,7 +191,7 @@ class Products:
 
         def run(out: Tensor) -> None:
             _product[(triton.cdiv(outputs, OUTPUT_TILE), triton.cdiv(count, tile), groups * parts)](
-                x, stored, weight.scales if is_fp8 else stored, out, count, x.stride(0), x.stride(1),
+                x, stored, scales, out, count, x.stride(0), x.stride(1),
                 outputs=outputs, inputs=inputs, GROUPS=groups, PARTS=parts, PART=part, FP8=is_fp8, WIDE=wide,
                 TILE=tile, BN=OUTPUT_TILE, BK=INPUT_CHUNK, num_warps=4, **EXACT,
             )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,9 +18,11 @@ BLOCK = 128
 
 
 @triton.jit
-def _clear(records_length, next_token, draft_count, drafts, confidences, history, page_table, slot,
-           num_drafts: tl.constexpr, history_length: tl.constexpr, max_pages: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Everything of a slot but its history, which `_history` writes."""
+def _clear(
+    records_length, next_token, draft_count, drafts, confidences, page_table, slot,
+    num_drafts: tl.constexpr, max_pages: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Everything of a slot but its history."""
     tl.store(records_length + slot, 0)
     tl.store(next_token + slot, -1)
     tl.store(draft_count + slot, 0)
@@ -42,8 +46,9 @@ def _release(
     index = tl.arange(0, ADMITTED)
     again = tl.sum((tl.load(admitted + index, mask=index < count, other=-1) == slot).to(tl.int32))
     if (slot >= 0) & (again == 0):
-        _clear(records_length, next_token, draft_count, drafts, confidences, history, page_table, slot,
-               num_drafts, history_length, max_pages, BLOCK)  # fmt: skip
+        _clear(
+            records_length, next_token, draft_count, drafts, confidences, page_table, slot, num_drafts, max_pages, BLOCK
+        )  # fmt: skip
         for start in range(0, history_length, BLOCK):
             entry = start + tl.arange(0, BLOCK)
             tl.store(history + slot * history_length + entry, -1, mask=entry < history_length)
@@ -60,8 +65,9 @@ def _admit(
     index = tl.program_id(0)
     slot = tl.load(admitted + index)
     if slot >= 0:
-        _clear(records_length, next_token, draft_count, drafts, confidences, history, page_table, slot,
-               num_drafts, history_length, max_pages, BLOCK)  # fmt: skip
+        _clear(
+            records_length, next_token, draft_count, drafts, confidences, page_table, slot, num_drafts, max_pages, BLOCK
+        )  # fmt: skip
         length = tl.load(lengths + index)
         tl.store(records_length + slot, length)
         tl.store(temperature + slot, tl.load(temperatures + index))
@@ -281,7 +287,7 @@ def expand_plan(
         keep = False
         for nothing in (rows, sampled, history):
             nothing.fill_(-1)
-    fields = dict(zip(ROW_FIELDS, rows.unbind(0), strict=True))
+    fields: dict[str, Any] = dict(zip(ROW_FIELDS, rows.unbind(0), strict=True))
     if not keep:
         fields["keep_from"] = None
     return StepInputs(

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.api.backend import Determinism, Kernel, Numerics
+from deepinfer.api.errors import CapabilityError
 from deepinfer.api.ops import FP8_BLOCK32, RowFormat, Rows, gated_activation, round_rows
 from deepinfer_cuda.expert_words import ExpertWords
-from deepinfer_cuda.handles import ExpertMatrices, Fp4Experts
+from deepinfer_cuda.handles import ExpertMatrices, Fp4Experts, QuantisedRows
 from deepinfer_cuda.kernels.codes import INTERPRETED, as_dtype, exponent_values, fp4_values
 from deepinfer_cuda.kernels.expert_tiles import PAIR_TILE, Tiles, cut_tiles
 from deepinfer_cuda.kernels.moe_sm90 import expert_ffn_words
@@ -70,21 +71,30 @@ def _product(x: Tensor, matrices: ExpertMatrices, tiles: Tiles, out: Tensor, cho
 
 
 def _expert_ffn(
-    rows: Rows, ids: Tensor, weights: Tensor, experts: Fp4Experts, limit: float, quantise: bool, tile: int | None
+    rows: Rows | QuantisedRows,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Fp4Experts,
+    limit: float,
+    quantise: bool,
+    tile: int | None,
 ) -> Tensor:
-    if isinstance(experts.gate_up, ExpertWords):
-        return expert_ffn_words(rows, ids, weights, experts, limit, tile)
+    up, down = experts.gate_up, experts.down
+    if isinstance(up, ExpertWords) or isinstance(down, ExpertWords):
+        if not (isinstance(up, ExpertWords) and isinstance(down, ExpertWords) and isinstance(rows, QuantisedRows)):
+            raise CapabilityError("experts packed for FP8 matrix units read quantised rows; plan them unquantised")
+        return expert_ffn_words(rows, ids, weights, up, down, limit, tile)
     x = rows.quantised
     out = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
     if not ids.numel():
         return out
-    tiles = cut_tiles(ids, experts.down.shape[0], PAIR_TILE)
-    gate_up = torch.zeros(ids.numel(), experts.gate_up.shape[1], dtype=x.dtype, device=x.device)
-    _product(x if x.stride(1) == 1 else x.contiguous(), experts.gate_up, tiles, gate_up, ids.shape[1])
+    tiles = cut_tiles(ids, down.shape[0], PAIR_TILE)
+    gate_up = torch.zeros(ids.numel(), up.shape[1], dtype=x.dtype, device=x.device)
+    _product(x if x.stride(1) == 1 else x.contiguous(), up, tiles, gate_up, ids.shape[1])
     hidden = gated_activation(gate_up, limit, weights.flatten())
     if quantise:
         hidden = round_rows(hidden, RowFormat(FP8_BLOCK32, hidden.shape[-1]))
-    _product(hidden, experts.down, tiles, out.flatten(0, 1), 1)
+    _product(hidden, down, tiles, out.flatten(0, 1), 1)
     return out
 
 

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.api.ops import Rows
 from deepinfer_cuda.expert_words import TILE_OUTPUTS, ExpertWords
-from deepinfer_cuda.handles import Fp4Experts, QuantisedRows
+from deepinfer_cuda.handles import QuantisedRows
 from deepinfer_cuda.kernels.expert_tiles import PAIR_TILE, Tiles, cut_tiles
 from deepinfer_cuda.kernels.launch import EXACT
 from deepinfer_cuda.kernels.quant import FP8_32, quantise_groups
@@ -118,24 +117,29 @@ def _product(codes: Tensor, scales: Tensor, weight: ExpertWords, tiles: Tiles, o
 
 
 def expert_ffn_words(
-    rows: Rows | QuantisedRows, ids: Tensor, weights: Tensor, experts: Fp4Experts, limit: float, tile: int | None
+    rows: QuantisedRows,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_words: ExpertWords,
+    down_words: ExpertWords,
+    limit: float,
+    tile: int | None,
 ) -> Tensor:
     """Quantised `expert_ffn` over packed experts: [T, k, d] bfloat16; `tile` pairs share a program, None: as fits."""
-    assert isinstance(rows, QuantisedRows)
-    pairs, (count, width, _) = ids.numel(), experts.gate_up.shape
-    out = torch.zeros(*ids.shape, experts.down.shape[1], dtype=torch.bfloat16, device=ids.device)
+    pairs, (count, width, _) = ids.numel(), gate_up_words.shape
+    out = torch.zeros(*ids.shape, down_words.shape[1], dtype=torch.bfloat16, device=ids.device)
     if not pairs:
         return out
     if tile is None:
         tile = PAIR_TILE if pairs < MANY_PAIRS * count else 4 * PAIR_TILE
     tiles = cut_tiles(ids, count, tile)
     gate_up = torch.empty(pairs, width, dtype=torch.bfloat16, device=ids.device)
-    _product(rows.codes, rows.scales, experts.gate_up, tiles, gate_up, ids.shape[1])
+    _product(rows.codes, rows.scales, gate_up_words, tiles, gate_up, ids.shape[1])
     half, block = width // 2, 1024
     codes = torch.empty(pairs, half, dtype=torch.uint8, device=ids.device)
     scales = torch.empty(pairs, half // 32, dtype=torch.uint8, device=ids.device)
     _activate[(pairs, triton.cdiv(half, block))](
         gate_up, weights, ids, codes, scales, width=half, limit=limit, BLOCK=block, num_warps=4, **EXACT
     )
-    _product(codes, scales, experts.down, tiles, out.flatten(0, 1), 1)
+    _product(codes, scales, down_words, tiles, out.flatten(0, 1), 1)
     return out

@@ -167,7 +167,8 @@ def _best(value, ids, vocab):
 @triton.jit
 def _draw(
     logits, largest, first, temperature, last_key, last_id, min_p, seeds, positions, completions,
-    noisy, noisy_id, plain, plain_id, vocab: tl.constexpr, HAS_MIN_P: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    noisy, noisy_id, plain, plain_id,
+    vocab: tl.constexpr, HAS_MIN_P: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Best id of a block of ids with and without noise; `SCALED`: the logits are filtered already."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -70,7 +70,9 @@ class DeviceStep:
             runtime.copy_async(target, values)
             return target
 
-        arriving = {name: send(getattr(self, name)) for name in ("tokens", "status", "starts", "accepted")}
+        arriving: dict[str, Any] = {
+            name: send(getattr(self, name)) for name in ("tokens", "status", "starts", "accepted")
+        }
         done = runtime.event()
         return replace(self, **arriving, wait=lambda: runtime.wait(done, host=True))
 
