@@ -5,7 +5,10 @@ from __future__ import annotations
 from deepinfer.api.backend import Kernel, Numerics
 from deepinfer_cuda.kernels import (
     attention,
+    cache,
+    compress,
     embedding,
+    engram,
     hyper_connection,
     indexer,
     linear,
@@ -23,7 +26,10 @@ __all__ = ["native_kernels"]
 
 FAMILIES = (
     attention,
+    cache,
+    compress,
     embedding,
+    engram,
     hyper_connection,
     indexer,
     linear,

@@ -44,7 +44,7 @@ def _select(scores, out, count, stride, top_k, CHUNKS: tl.constexpr, BLOCK: tl.c
         fraction |= values.to(tl.int32, bitcast=True) & 0xFFFF
         used = tl.where(tl.max(values) > float("-inf"), chunk + 1, used)
     shift = tl.where(tl.max(fraction) == 0, 16, 0)
-    threshold = (used * 0).to(tl.uint32)
+    threshold = tl.full((), 0, tl.uint32)
     for step in range(32):
         if step < 32 - shift:
             candidate = threshold | (tl.full((), 1, tl.uint32) << (31 - shift - step).to(tl.uint32))
