@@ -114,7 +114,7 @@ class Decoding:
         return last
 
 
-def build_model(layers: int | None, experts: int, vocab: int) -> tuple[DeepseekV41, dict[str, str]]:
+def build_model(experts: int, vocab: int) -> tuple[DeepseekV41, dict[str, str]]:
     """The model and what its reachable operations are bound to."""
     raw = preset_config("wide")
     text = raw.get("text_config", raw)
@@ -138,9 +138,7 @@ def decoding(model: DeepseekV41, rows: int, context: int) -> Decoding:
     generator = torch.Generator(device).manual_seed(rows)
     pages_each = -(-(context + 256) // page)
     storage = model.allocate_caches(rows * pages_each + 1, rows + 1)
-    for part in (storage.pages, storage.slots):
-        # Codes of any value, and scale bytes near 1: small enough that no product overflows.
-        part.random_(0x30, 0x38, generator=generator)
+    _fill_caches(model, storage, generator)
     records = SlotRecords.allocate(rows + 1, pages_each, 0, 16, device)
     records.length[1:] = context - torch.arange(rows, device=device)
     records.next_token[1:] = torch.randint(0, 1000, (rows,), generator=generator, device=device)
@@ -165,6 +163,24 @@ def decoding(model: DeepseekV41, rows: int, context: int) -> Decoding:
         keep_from=none(0),
     )
     return Decoding(model, records, plan, storage, rows)
+
+
+def _fill_caches(model: DeepseekV41, storage: Any, generator: torch.Generator) -> None:
+    """Random codes of both signs with scales near 1/16, in every row format of the caches."""
+    width = model.config.head_dim
+    for part in (storage.pages, storage.slots):
+        part.random_(0x30, 0x38, generator=generator)
+    for ring in storage.rings:
+        codes = 120 * torch.randn(*ring.shape[:-1], width, generator=generator, device=ring.device)
+        ring[..., :width] = codes.clamp(-440, 440).to(torch.float8_e4m3fn).view(torch.uint8)
+        ring[..., width:].random_(118, 122, generator=generator)
+    for cache in storage.entry_caches.values():
+        codes = cache.entry_format.data_bytes
+        cache.entries[..., :codes].random_(0, 256, generator=generator)
+        cache.entries[..., codes:].random_(0x20, 0x34, generator=generator)
+        codes = cache.entries_per_page * cache.index_format.data_bytes
+        cache.index_keys[:, :codes].random_(0, 256, generator=generator)
+        cache.index_keys[:, codes:].random_(120, 126, generator=generator)
 
 
 def capture(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -242,12 +258,13 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def byte_floor(batch: Decoding, hits: Sequence[int]) -> int:
-    """Bytes of weights that a step must read; caches and activations are small beside them."""
+    """Bytes of weights that a step without drafts must read; caches and activations are small beside them."""
     total = 0
     config = batch.model.config
     expert = 3 * config.hidden_size * config.moe_intermediate_size * 17 // 32
     for placement in batch.model.weights.placements:
-        if placement.group.kind not in ("fp4_experts", "fp8_rows"):
+        drafts = placement.group.name.startswith(("mtp.", "draft."))
+        if not drafts and placement.group.kind not in ("fp4_experts", "fp8_rows"):
             total += placement.nbytes
     return total + expert * sum(hits)
 
@@ -290,7 +307,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with torch.inference_mode():
-        model, bindings = build_model(None, options.experts, options.vocab)
+        model, bindings = build_model(options.experts, options.vocab)
         bandwidth = copy_bandwidth(model.device)
         report: dict[str, Any] = {
             "device": torch.cuda.get_device_name(),
