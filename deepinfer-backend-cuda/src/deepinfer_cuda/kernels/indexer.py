@@ -84,7 +84,8 @@ def index_scores(
 ) -> Tensor:
     """See the contract `index_scores`; a row has as many scores as its page table has entries, so nothing is asked."""
     rows, heads, width = query.shape
-    count = triton.cdiv(max(page_table.shape[1] * entries_per_page, 1), SCORE_TILE) * SCORE_TILE
+    most = page_table.shape[1] * entries_per_page if rows else 1
+    count = triton.cdiv(max(most, 1), SCORE_TILE) * SCORE_TILE
     out = torch.empty(rows, count, dtype=torch.float32, device=query.device)
     fp4 = key_format.name == FP4_BLOCK32
     stored = keys if fp4 else keys.view(key_format.plain_dtype)
