@@ -9,7 +9,7 @@ from deepinfer.ops import indexer
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from deepinfer_cuda.kernels import selection  # noqa: E402 - needs Triton
+from deepinfer_cuda.kernels import selection
 
 ENTRIES = 200
 BLOCK_SIZE, BLOCKS = 8, 5
