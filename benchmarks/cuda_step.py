@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -251,10 +252,18 @@ def experts_hit(batch: Decoding) -> list[int]:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large copy, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_()
+    """Bytes per second of large copies, read and written; launched one by one, since a copy in a graph is slower."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (replay_time(capture(lambda: target.copy_(source))) * 1e-6)
+    times = []
+    for _ in range(10):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(1e-3 * start.elapsed_time(end))
+    return 2 * source.nbytes / statistics.median(times)
 
 
 def byte_floor(batch: Decoding, hits: Sequence[int]) -> int:
@@ -314,6 +323,7 @@ def main() -> None:
             "torch": torch.__version__,
             "layers": len(model.weights.layers),
             "copy_bytes_per_s": bandwidth,
+            "triton": metadata.version("triton"),
             "bindings": bindings,
             "steps": [],
         }
