@@ -8,13 +8,14 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "docs", "tests"]
 
-PACKAGES = ("-e", "./deepinfer-core", "-e", "./deepinfer-recipe-bindings")
-EXTRAS = ("-e", "./deepinfer-core[structured]", "-e", "./deepinfer-recipe-bindings")
+PLUGINS = ("-e", "./deepinfer-recipe-bindings", "-e", "./deepinfer-backend-cuda")
+PACKAGES = ("-e", "./deepinfer-core", *PLUGINS)
+EXTRAS = ("-e", "./deepinfer-core[structured]", *PLUGINS)
 GROUPS = nox.project.load_toml("pyproject.toml")
 
 
 def _install(session: nox.Session, group: str, packages: tuple[str, ...] = PACKAGES) -> None:
-    """Install both distributions together with a dependency group of the root pyproject.toml."""
+    """Install the distributions together with a dependency group of the root pyproject.toml."""
     session.install("-q", *nox.project.dependency_groups(GROUPS, group), *packages)
 
 

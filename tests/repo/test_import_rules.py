@@ -18,6 +18,7 @@ DESCRIPTORS = [
     "deepinfer.models.deepseek_v41.descriptor",
     "deepinfer_recipe.descriptor",
     "deepinfer_recipe.text_descriptor",
+    "deepinfer_cuda.descriptor",
 ]
 VENDORS = {"cuda", "npu", "xpu", "hpu", "musa"}
 

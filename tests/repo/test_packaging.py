@@ -15,7 +15,11 @@ from deepinfer.api.descriptor import ENTRY_POINT_GROUP
 from deepinfer.plugins.host import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"deepinfer-core": "deepinfer", "deepinfer-recipe-bindings": "deepinfer_recipe"}
+PACKAGES = {
+    "deepinfer-core": "deepinfer",
+    "deepinfer-recipe-bindings": "deepinfer_recipe",
+    "deepinfer-backend-cuda": "deepinfer_cuda",
+}
 EXAMPLE = ROOT / "examples" / "minimal-backend"
 # Names that a distribution installs under another name than its own.
 IMPORT_NAMES = {

@@ -12,6 +12,7 @@ MAP = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
 SOURCES = {
     "deepinfer-core": ROOT / "deepinfer-core" / "src" / "deepinfer",
     "deepinfer-recipe-bindings": ROOT / "deepinfer-recipe-bindings" / "src" / "deepinfer_recipe",
+    "deepinfer-backend-cuda": ROOT / "deepinfer-backend-cuda" / "src" / "deepinfer_cuda",
 }
 
 

@@ -169,6 +169,7 @@ def build_engine(
         rejection=settings.draft_verification == "rejection",
         poison_released=poison_released,
         runtime=loaded.runtime,
+        graphs=loaded.backend is not None and loaded.backend.capabilities().graphs,
     )
     if executor is None:
         executor = ThreadExecutor if depth > 1 else InlineExecutor

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepinfer.engine.block_copies import BlockCopies
 from deepinfer.engine.drafting import DraftSampler
+from deepinfer.engine.forward_graphs import ForwardGraphs
 from deepinfer.engine.grammars import CUT, MaskGate, Masks
 from deepinfer.engine.host_copies import HostCopies
 from deepinfer.engine.loader import DraftResult, ServedModel
@@ -168,6 +169,7 @@ class ModelRunner:
         poison_released: fill released pages and slots with NaN bytes before anyone gets them, so that a read of stale
             bytes shows (tests; costs bandwidth).
         runtime: of the device: host memory for preempted requests and blocks on their way; plain memory without it.
+        graphs: replay forward passes from captured graphs; needs the runtime.
     """
 
     def __init__(
@@ -183,6 +185,7 @@ class ModelRunner:
         rejection: bool = False,
         poison_released: bool = False,
         runtime: DeviceRuntime | None = None,
+        graphs: bool = False,
     ) -> None:
         traits = model.traits
         self.model = model
@@ -203,6 +206,7 @@ class ModelRunner:
         pinned = None if runtime is None else runtime.alloc_pinned
         self.host_copies = HostCopies(self.records, self.storage, send, pinned)
         self.blocks = BlockCopies(self.storage, model.table.copy_blocks, send, runtime)
+        self.graphs = ForwardGraphs(model, self.storage, runtime) if graphs and runtime is not None else None
         self.moved_step = -1
         """The last step whose moves between device and host were done."""
         self._broken: set[int] = set()
@@ -263,6 +267,8 @@ class ModelRunner:
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, tuple[LogprobRows, ...]]:
         """Logits of the sampled rows, and the log-probabilities of prompt tokens where they are asked for."""
         prompt_rows = self.sampler.prompt_rows(plan)
+        if not prompt_rows.size and self.graphs is not None:
+            return self.graphs.forward(inputs), ()
         if not prompt_rows.size:
             return self.model.forward(inputs, self.storage).logits, ()
         sampled = inputs.sample_rows.shape[0]
