@@ -15,13 +15,18 @@ from deepinfer.api.descriptor import ENTRY_POINT_GROUP
 from deepinfer.plugins.host import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"deepinfer-core": "deepinfer", "deepinfer-recipe-bindings": "deepinfer_recipe"}
+PACKAGES = {
+    "deepinfer-backend-ascend": "deepinfer_ascend",
+    "deepinfer-core": "deepinfer",
+    "deepinfer-recipe-bindings": "deepinfer_recipe",
+}
 EXAMPLE = ROOT / "examples" / "minimal-backend"
 # Names that a distribution installs under another name than its own.
 IMPORT_NAMES = {
     "pydantic_settings": "pydantic-settings",
     "deepseek_recipe": "deepseek-recipe",
     "deepinfer": "deepinfer-core",
+    "torch_npu": "torch-npu",
 }
 
 
