@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from ascend_sim import plugin  # noqa: F401 - starts the simulated device
+from ascend_sim import plugin  # noqa: F401 - starts the simulated device, so it comes first
+
+# isort: split
 
 import torch
 import torch.distributed as dist

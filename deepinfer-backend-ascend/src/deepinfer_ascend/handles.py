@@ -93,3 +93,18 @@ class MxExperts:
     down: Tensor
     gate_up_scales: Tensor
     down_scales: Tensor
+
+    def values(self) -> ValueExperts:
+        """The experts as exact bfloat16 values, for activations that are not quantised."""
+        gate_up, down = (
+            (matrix.to(torch.float32) * exponents(_rows_of(scales)).repeat_interleave(GROUP, -1).transpose(1, 2)).to(
+                torch.bfloat16
+            )
+            for matrix, scales in ((self.gate_up, self.gate_up_scales), (self.down, self.down_scales))
+        )
+        return ValueExperts(gate_up, down, _rows_of(self.gate_up_scales), _rows_of(self.down_scales))
+
+
+def _rows_of(scales: Tensor) -> Tensor:
+    """Paired scales [E, K / 64, N, 2] as they are stored, [E, N, K / 32]."""
+    return scales.transpose(-3, -2).flatten(-2)

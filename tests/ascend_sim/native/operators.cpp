@@ -51,6 +51,22 @@ void wait(const std::string& what) {
   check(aclrtSynchronizeStream(current), what);
 }
 
+// Hand work to the current stream. It runs in inference mode, which may write to any tensor; what it throws becomes the
+// error of the stream.
+void enqueue(const std::string& what, std::function<void()> work) {
+  auto guarded = [what, work = std::move(work)] {
+    c10::InferenceMode free_of_autograd;
+    try {
+      work();
+    } catch (const std::exception& error) {
+      fprintf(stderr, "simulated device: %s: %s\n", what.c_str(), error.what());
+      return kFailed;
+    }
+    return 0;
+  };
+  check(sim_enqueue(stream(), guarded), what);
+}
+
 // A CPU tensor over memory of the device, without a reference to it.
 at::Tensor host_alias(const at::Tensor& tensor) {
   if (!on_npu(tensor)) return tensor;
@@ -110,11 +126,12 @@ void copy_across(const at::Tensor& target, const at::Tensor& source, bool non_bl
   auto there = host_alias(target);
   if (!to_host && !from_host) {
     auto here = host_alias(source);
-    check(sim_enqueue(stream(), [there, here] { return there.copy_(here), 0; }), "copy");
+    enqueue("copy", [there, here] { there.copy_(here); });
     return;
   }
   if (!non_blocking) {
     wait(to_host ? "copy to the host" : "copy from the host");
+    c10::InferenceMode free_of_autograd;
     there.copy_(host_alias(source));
     return;
   }
@@ -122,7 +139,7 @@ void copy_across(const at::Tensor& target, const at::Tensor& source, bool non_bl
   at::Tensor here = from_host ? (source.is_pinned() ? source : source.clone()) : host_alias(source);
   if (to_host && target.is_contiguous() && target.numel())
     memset(target.mutable_data_ptr(), 0xFF, target.nbytes());  // nobody may read it before the stream was waited for
-  check(sim_enqueue(stream(), [there, here] { return there.copy_(here), 0; }), "copy");
+  enqueue("copy", [there, here] { there.copy_(here); });
 }
 
 // ---- computing operators
@@ -208,18 +225,11 @@ void store(const IValue& target, const IValue& computed) {
 }
 
 // Compute on the CPU what was asked; `outs` are aliases of the new results, none for results that are arguments.
-int compute(const c10::OperatorHandle& op, const Stack& arguments, const std::vector<IValue>& outs) {
-  at::AutoDispatchBelowADInplaceOrView below;
+void compute(const c10::OperatorHandle& op, const Stack& arguments, const std::vector<IValue>& outs) {
   Stack stack(arguments.begin(), arguments.end());
-  try {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-    for (size_t i = 0; i < outs.size(); i++)
-      if (!outs[i].isNone()) store(outs[i], stack[i]);
-  } catch (const std::exception& error) {
-    fprintf(stderr, "simulated device: %s: %s\n", full_name(op.operator_name()).c_str(), error.what());
-    return kFailed;
-  }
-  return 0;
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  for (size_t i = 0; i < outs.size(); i++)
+    if (!outs[i].isNone()) store(outs[i], stack[i]);
 }
 
 // The caller learns the result's shape from the result: the host waits and computes.
@@ -235,7 +245,8 @@ void compute_now(const c10::OperatorHandle& op, Stack* stack, const Stack& argum
     const int written = written_argument(schema, i);
     stack->push_back(written >= 0 ? arguments[written] : map_tensors(result[i], [&](const at::Tensor& value) {
       auto placed = allocate_like(value, device);
-      if (placed.defined()) host_alias(placed).copy_(value);
+      // In stream order: the memory is still to be poisoned.
+      if (placed.defined()) enqueue("result", [there = host_alias(placed), value] { there.copy_(value); });
       return placed;
     }));
   }
@@ -285,7 +296,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     return on_npu(tensor) ? host_alias(tensor) : tensor.defined() && tensor.dim() ? tensor.clone() : tensor;
   };
   Stack reached = change_arguments(arguments, reach, c10::Device(c10::kCPU));
-  check(sim_enqueue(stream(), [op, reached, outs] { return compute(op, reached, outs); }), name);
+  enqueue(name, [op, reached, outs] { compute(op, reached, outs); });
   for (auto& result : results) stack->push_back(std::move(result));
 }
 
@@ -303,7 +314,7 @@ void poisoned(const c10::OperatorHandle& op, Stack* stack) {
   const size_t bytes = tensor.numel() ? tensor.storage().nbytes() : 0;
   if (!bytes || !on_npu(tensor)) return;
   void* start = const_cast<void*>(tensor.storage().data());
-  check(sim_enqueue(stream(), [start, bytes] { return memset(start, 0xFF, bytes), 0; }), "allocation");
+  enqueue("allocation", [start, bytes] { memset(start, 0xFF, bytes); });
 }
 
 const std::unordered_set<std::string> kOwn = {

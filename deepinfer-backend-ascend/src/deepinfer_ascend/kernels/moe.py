@@ -33,29 +33,20 @@ def expert_ffn(
     chosen = pairs.clamp(min=0)
     source = chosen // ids.shape[1]
     shares = weights.flatten()[chosen]
-    down = _mx_ffn if isinstance(experts, MxExperts) else _value_ffn
-    results = down(rows, source, counts, shares, experts, limit, quantise)  # type: ignore[arg-type]
+    if isinstance(experts, MxExperts) and isinstance(rows, MxRows) and quantise:
+        results = _mx_ffn(rows, source, counts, shares, experts, limit)
+    else:
+        plain = experts.values() if isinstance(experts, MxExperts) else experts
+        results = _value_ffn(rows, source, counts, shares, plain, limit, quantise)
     # Pairs without an expert write a row of their own behind the others.
     target = torch.where(pairs >= 0, pairs, count)
     out = results.new_zeros(count + 1, width).index_copy(0, target, results)
     return torch.where((ids.flatten() >= 0)[:, None], out[:count], 0).view(*ids.shape, width)
 
 
-def _mx_ffn(
-    rows: Rows | MxRows,
-    source: Tensor,
-    counts: Tensor,
-    shares: Tensor,
-    experts: MxExperts,
-    limit: float,
-    quantise: bool,
-) -> Tensor:
-    coded = rows if isinstance(rows, MxRows) else mx_rows(rows.quantised)
-    gate_up = _mx_product(coded.codes, coded.scales, source, experts.gate_up, experts.gate_up_scales, counts)
-    hidden = gated_activation(gate_up, limit, shares)
-    if not quantise:
-        raise RuntimeError("codes of experts are only loaded where activations are quantised")
-    inner = mx_rows(hidden)
+def _mx_ffn(rows: MxRows, source: Tensor, counts: Tensor, shares: Tensor, experts: MxExperts, limit: float) -> Tensor:
+    gate_up = _mx_product(rows.codes, rows.scales, source, experts.gate_up, experts.gate_up_scales, counts)
+    inner = mx_rows(gated_activation(gate_up, limit, shares))
     return _mx_product(inner.codes, inner.scales, None, experts.down, experts.down_scales, counts)
 
 
