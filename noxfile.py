@@ -8,7 +8,8 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "docs", "tests"]
 
-PLUGINS = ("-e", "./deepinfer-recipe-bindings", "-e", "./deepinfer-backend-cuda")
+BACKENDS = ("-e", "./deepinfer-backend-cuda", "-e", "./deepinfer-backend-ascend")
+PLUGINS = ("-e", "./deepinfer-recipe-bindings", *BACKENDS)
 PACKAGES = ("-e", "./deepinfer-core", *PLUGINS)
 EXTRAS = ("-e", "./deepinfer-core[structured]", *PLUGINS)
 GROUPS = nox.project.load_toml("pyproject.toml")
@@ -54,6 +55,22 @@ def golden(session: nox.Session) -> None:
 def contracts(session: nox.Session) -> None:
     """Run the contract tests of every operation; `nox -s contracts -- --backend NAME` for another backend."""
     _pytest(session, "tests/contracts")
+
+
+@nox.session(python="3.11")
+def ascend(session: nox.Session) -> None:
+    """Test the Ascend backend on the real torch_npu over a simulated runtime, in an environment of its own.
+
+    With torch-npu installed and no CANN, `import torch` alone fails, so no other session may share this environment.
+    """
+    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TASK_QUEUE_ENABLE": "0", "OMP_NUM_THREADS": "1"}
+    _install(session, "test", (*EXTRAS, "torch-npu==2.13.0", "pyyaml"))
+    build = session.create_tmp()
+    session.run("python", "tests/ascend_sim/build.py", build, env=environment)
+    environment |= {"DEEPINFER_TEST_ASCEND_SIM": build, "PYTHONPATH": "tests"}
+    plugin = ("-q", "-p", "ascend_sim.plugin")
+    session.run("pytest", *plugin, "tests/ascend_sim", *session.posargs, env=environment)
+    session.run("pytest", *plugin, "tests/contracts", "--backend", "ascend", "--size", "tiny", env=environment)
 
 
 @nox.session

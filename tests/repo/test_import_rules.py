@@ -16,6 +16,7 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 DESCRIPTORS = [
     "deepinfer.cpu.descriptor",
     "deepinfer.models.deepseek_v41.descriptor",
+    "deepinfer_ascend.descriptor",
     "deepinfer_recipe.descriptor",
     "deepinfer_recipe.text_descriptor",
     "deepinfer_cuda.descriptor",

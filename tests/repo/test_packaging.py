@@ -16,9 +16,10 @@ from deepinfer.plugins.host import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
+    "deepinfer-backend-ascend": "deepinfer_ascend",
+    "deepinfer-backend-cuda": "deepinfer_cuda",
     "deepinfer-core": "deepinfer",
     "deepinfer-recipe-bindings": "deepinfer_recipe",
-    "deepinfer-backend-cuda": "deepinfer_cuda",
 }
 EXAMPLE = ROOT / "examples" / "minimal-backend"
 # Names that a distribution installs under another name than its own.
@@ -26,6 +27,7 @@ IMPORT_NAMES = {
     "pydantic_settings": "pydantic-settings",
     "deepseek_recipe": "deepseek-recipe",
     "deepinfer": "deepinfer-core",
+    "torch_npu": "torch-npu",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MAP = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
 SOURCES = {
+    "deepinfer-backend-ascend": ROOT / "deepinfer-backend-ascend" / "src" / "deepinfer_ascend",
     "deepinfer-core": ROOT / "deepinfer-core" / "src" / "deepinfer",
     "deepinfer-recipe-bindings": ROOT / "deepinfer-recipe-bindings" / "src" / "deepinfer_recipe",
     "deepinfer-backend-cuda": ROOT / "deepinfer-backend-cuda" / "src" / "deepinfer_cuda",

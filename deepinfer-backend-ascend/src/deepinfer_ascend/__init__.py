@@ -1,0 +1,1 @@
+"""Ascend 950 backend of DeepInfer."""
