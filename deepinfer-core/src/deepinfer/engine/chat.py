@@ -87,7 +87,7 @@ def open_chat(
         )
     if options is not None and not isinstance(options, Mapping):
         raise InvalidRequest(f"{options!r} is not a dict", field="options")
-    if tools is not None and (not isinstance(tools, Sequence) or isinstance(tools, str | bytes)):
+    if tools is not None and not isinstance(tools, list | tuple):
         raise InvalidRequest(f"{tools!r} is not a list of tools", field="tools")
     for name in options or ():
         if name not in OPTIONS:
