@@ -233,6 +233,12 @@ class Settings(BaseSettings):
     def _lower(cls, value: str) -> str:
         return value.lower() or "auto"
 
+    @field_validator("dflash_confidence_head_temperature", mode="before")
+    @classmethod
+    def _read_number(cls, value: Any) -> Any:
+        """An argument may be a plain number."""
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
     @field_validator("dflash_confidence_head_temperature")
     @classmethod
     def _check_temperatures(cls, value: str) -> str:

@@ -167,3 +167,11 @@ def test_every_setting_is_read_by_something():
     read_at_start = {"plugins", "log_level", "log_format"}
     idle = [name for name in Settings.model_fields if not re.search(rf"(settings|self)\.{name}\b", text)]
     assert set(idle) <= read_at_start
+
+
+def test_the_temperature_of_confidences_may_be_a_number() -> None:
+    for value, text in ((2, "2"), (0.5, "0.5"), ("1,2", "1,2")):
+        assert load_settings(dflash_confidence_head_temperature=value).dflash_confidence_head_temperature == text
+    for bad in (0, -1.5, float("nan"), True):
+        with pytest.raises(ConfigError, match="dflash_confidence_head_temperature"):
+            load_settings(dflash_confidence_head_temperature=bad)
