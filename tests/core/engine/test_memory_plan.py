@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deepinfer.engine.build import plan_memory
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.engine.memory_plan import MemoryPlan, MemoryRequest
-from deepinfer.errors import CapacityError
+from deepinfer.errors import CapacityError, ConfigError
 from deepinfer.settings import Settings
 
 
@@ -102,3 +102,26 @@ def test_drafts_take_logits_of_their_rows_and_of_their_drafter(
         assert request.logits - plans[0].request.logits >= more * 37 * 4
         assert (request.logits == plans[0].request.logits) == (more == 0)
         assert f"{request.drafts / 2**20:,.1f} MiB" in plan.describe()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"num_pages": "a"}, "num_pages: 'a' is not a positive integer"),
+        ({"num_pages": -3}, "num_pages: -3 is not a positive integer"),
+        ({"num_pages": True}, "num_pages: True is not a positive integer"),
+        ({"max_prefill_chunk": 0}, "max_prefill_chunk: 0 is not a positive integer"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_by_name(fake_model: Any, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_memory(LoadedModel(fake_model, numerics_id="fake"), Settings(), **arguments)
+    assert str(caught.value) == text
+
+
+def test_pages_of_another_size_than_the_loaded_ones_are_refused(fake_model: Any) -> None:
+    size = fake_model.traits.page_size
+    loaded = LoadedModel(fake_model, numerics_id="fake")
+    plan_memory(loaded, Settings(page_size=size))
+    with pytest.raises(ConfigError, match=f"page_size: {2 * size} differs from the pages of {size} tokens"):
+        plan_memory(loaded, Settings(page_size=2 * size))

@@ -72,11 +72,21 @@ def plan_memory(
 
     Raises:
         CapacityError: it does not fit; prints the plan.
-        ConfigError: max_model_len exceeds the model's context.
+        ConfigError: max_model_len exceeds the model's context, a number is no positive integer, or the model was loaded
+            with pages of another size.
     """
     from deepinfer.backend.backend import StepLimits
 
     traits = loaded.model.traits
+    for name, value in (("num_pages", num_pages), ("max_prefill_chunk", max_prefill_chunk)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{value!r} is not a positive integer", field=name)
+    if "page_size" in settings.model_fields_set and settings.page_size != traits.page_size:
+        raise ConfigError(
+            f"{settings.page_size} differs from the pages of {traits.page_size} tokens that this model was loaded with; "
+            "give it to load_model",
+            field="page_size",
+        )
     asked = settings.max_model_len
     if asked is not None and asked > traits.context:
         raise ConfigError(f"{asked} exceeds the model's context of {traits.context} tokens", field="max_model_len")
