@@ -83,8 +83,8 @@ def plan_memory(
             raise ConfigError(f"{value!r} is not a positive integer", field=name)
     if "page_size" in settings.model_fields_set and settings.page_size != traits.page_size:
         raise ConfigError(
-            f"{settings.page_size} differs from the pages of {traits.page_size} tokens that this model was loaded with; "
-            "give it to load_model",
+            f"{settings.page_size} differs from the pages of {traits.page_size} tokens that this model was loaded "
+            "with; give it to load_model",
             field="page_size",
         )
     asked = settings.max_model_len
