@@ -99,7 +99,14 @@ def copy_blocks(blocks: Tensor, source: Tensor, destination: Tensor) -> None:
     pairs, width = source.shape[0], blocks.shape[1]
     if pairs:
         _copy[(triton.cdiv(width, BYTES), pairs)](
-            blocks, source, destination, blocks.stride(0), width, BLOCK=BYTES, num_warps=2, **EXACT
+            blocks,
+            source.contiguous(),
+            destination.contiguous(),
+            blocks.stride(0),
+            width,
+            BLOCK=BYTES,
+            num_warps=2,
+            **EXACT,
         )
 
 
