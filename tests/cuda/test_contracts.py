@@ -19,7 +19,17 @@ def suite() -> Suite:
     return Suite(InterpretedBackend(), seed=SEED)
 
 
+LONG = {"sample_step"}
+"""Whole vocabularies twice; its parts are among the others."""
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.slow if op in LONG else ()) for op in NATIVE])
+def test_values(suite: Suite, op: str) -> None:
+    suite.check(op, "tiny", "values")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("op", NATIVE)
-def test_contract(suite: Suite, op: str, check: str) -> None:
+def test_contract_at_odd_sizes(suite: Suite, op: str, check: str) -> None:
     suite.check(op, "odd", check)
