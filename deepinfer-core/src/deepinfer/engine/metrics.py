@@ -73,18 +73,18 @@ def _add_speculation(
         ("committed_tokens_total", "Tokens that they brought, accepted drafts included.", statistics.committed),
     ):
         family(name, "counter", text).values.append((labels, count))
-    table = statistics.reliability
+    reliability = statistics.reliability
     for name, text, cells in (
-        ("confidence_drafts_total", "Drafts judged behind accepted ones, by confidence.", table.tries),
-        ("confidence_accepted_total", "Those of them that stand.", table.hits),
+        ("confidence_drafts_total", "Drafts judged behind accepted ones, by confidence.", reliability.tries),
+        ("confidence_accepted_total", "Those of them that stand.", reliability.hits),
     ):
         bins = cells.shape[1]
         family(name, "counter", text).values += [
             ({**labels, "position": str(place), "below": f"{(at + 1) / bins:g}"}, float(cells[place, at]))
-            for place, at in zip(*np.nonzero(table.tries), strict=True)
+            for place, at in zip(*np.nonzero(reliability.tries), strict=True)
         ]
     error = family("confidence_error", "gauge", "Mean distance of confidences from measured acceptance.")
-    error.values.append((labels, table.error()))
+    error.values.append((labels, reliability.error()))
 
 
 def _gauges(core: EngineCore) -> list[tuple[str, str, float]]:

@@ -28,9 +28,9 @@ class SpeculationFrame(msgspec.Struct, array_like=True):
 
 def pack_speculation(statistics: SpeculationStatistics) -> SpeculationFrame:
     """Counts as plain data."""
-    table = statistics.reliability
+    reliability = statistics.reliability
     counts = np.stack([statistics.drafted, statistics.verified, statistics.accepted]).astype("<i8")
-    tables = np.stack([table.tries, table.hits, table.confidence]).astype("<f8")
+    tables = np.stack([reliability.tries, reliability.hits, reliability.confidence]).astype("<f8")
     totals = (statistics.steps, statistics.sequence_steps, statistics.committed)
     return SpeculationFrame(statistics.num_drafts, totals, counts.tobytes(), tables.tobytes())
 
@@ -42,6 +42,6 @@ def unpack_speculation(frame: SpeculationFrame) -> SpeculationStatistics:
     tables = np.frombuffer(frame.tables, "<f8").astype(np.float64)
     statistics.drafted, statistics.verified, statistics.accepted = counts.reshape(3, frame.num_drafts)
     statistics.steps, statistics.sequence_steps, statistics.committed = frame.totals
-    table = statistics.reliability
-    table.tries, table.hits, table.confidence = tables.reshape(3, *table.tries.shape)
+    reliability = statistics.reliability
+    reliability.tries, reliability.hits, reliability.confidence = tables.reshape(3, *reliability.tries.shape)
     return statistics
