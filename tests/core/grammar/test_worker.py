@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.grammars import ENDLESS_SCHEMA
 
 from deepinfer.errors import GrammarError
 from deepinfer.grammar import GrammarCompiler, Vocabulary
@@ -34,11 +35,6 @@ def worker(tiny_vocabulary: Vocabulary) -> Iterator[WorkerProcess]:
     process.start()
     yield process
     process.close()
-
-
-def endless() -> str:
-    """A schema whose compilation takes minutes."""
-    return '{"type":"array","items":' * 700 + "{}" + "}" * 700
 
 
 def test_service_compiles_in_a_process_of_its_own(tiny_vocabulary: Vocabulary) -> None:
@@ -70,7 +66,7 @@ def test_what_the_library_would_drop_is_refused(worker: WorkerProcess, kind: str
 def test_timeout_kills_and_the_next_grammar_compiles(worker: WorkerProcess) -> None:
     start = time.monotonic()
     with pytest.raises(GrammarError, match=r"json_schema: not compiled within 0.3 s \(grammar_timeout\); simplify it"):
-        worker.compile("json_schema", endless(), 0.3)
+        worker.compile("json_schema", ENDLESS_SCHEMA, 0.3)
     assert time.monotonic() - start < 10
     assert worker.compile("regex", "abc", 60)
 
@@ -79,7 +75,7 @@ def test_cancellation_kills(worker: WorkerProcess) -> None:
     worker.start()
     asked = iter([False, False, True])
     with pytest.raises(Cancelled):
-        worker.compile("json_schema", endless(), 60, lambda: next(asked))
+        worker.compile("json_schema", ENDLESS_SCHEMA, 60, lambda: next(asked))
 
 
 def test_memory_is_limited(tiny_vocabulary: Vocabulary) -> None:

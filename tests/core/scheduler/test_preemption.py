@@ -289,3 +289,15 @@ def test_prompts_keep_half_of_what_drafts_could_take() -> None:
     step = scheduler.plan()
     assert step is not None
     assert step.plan.row_counts.tolist() == [4, 4, 8]
+
+
+def test_requests_that_end_while_they_wait_overtake_nobody() -> None:
+    policy = PriorityOrder(max_overtakes=2)
+    old, *young = arrived([9, 0, 0, 0])
+    for item in (old, *young):
+        policy.push(item)
+    for item in young[:2]:
+        item.state = RequestState.FINISHED
+        policy.remove(item)
+    assert old.overtaken == 0
+    assert policy.peek() is young[2]

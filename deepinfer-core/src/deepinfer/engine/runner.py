@@ -19,7 +19,7 @@ from deepinfer.engine.host_copies import HostCopies
 from deepinfer.engine.loader import DraftResult, ServedModel
 from deepinfer.engine.sampler import Drawn, LogprobRows, Sampler, fed_tokens
 from deepinfer.engine.slot_tables import SlotTables
-from deepinfer.engine.transfers import Transfers
+from deepinfer.engine.transfers import Transfers, arrived
 from deepinfer.ops.step import PlanTensors, SlotRecords, StepInputs
 from deepinfer.scheduler.plan import StepPlan
 
@@ -59,10 +59,6 @@ class StepResult:
     prompt_logprobs: tuple[LogprobRows, ...] = ()
 
 
-def _nothing() -> None:
-    """Nothing is on its way."""
-
-
 @dataclass(frozen=True)
 class DeviceStep:
     """A launched step whose result has not been read.
@@ -80,7 +76,7 @@ class DeviceStep:
     confidences: Tensor
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[LogprobRows, ...] = ()
-    arrive: Callable[[], None] = _nothing
+    arrive: Callable[[], None] = arrived
 
     def on_its_way(self, transfers: Transfers) -> DeviceStep:
         """The same step with its result under way to the host, behind what was launched before."""

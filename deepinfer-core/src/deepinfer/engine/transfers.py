@@ -13,10 +13,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from deepinfer.backend.runtime import DeviceRuntime
 
-__all__ = ["Transfers"]
+__all__ = ["Transfers", "arrived"]
 
 
-def _arrived() -> None:
+def arrived() -> None:
     """Nothing is on its way."""
 
 
@@ -62,7 +62,7 @@ class Transfers:
         """A call that waits until everything sent and fetched so far has arrived."""
         runtime = self._runtime
         if runtime is None:
-            return _arrived
+            return arrived
         event = runtime.event()
         self._in_use.append((event, self._held))
         self._held = []

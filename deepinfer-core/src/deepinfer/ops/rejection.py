@@ -15,20 +15,14 @@ from deepinfer.ops.sampling import (
     apply_filters,
     draw_arguments,
     logits_samples,
+    noisy_argmax,
     rows_per_block,
     sampling_arguments,
+    usable_logits,
 )
 from deepinfer.sampling.rng import UNIT, Purpose, noise, random_words
 
 __all__ = ["draft_step", "draw_drafts", "judge_drafts", "judge_step"]
-
-
-def _noisy_argmax(scores: Tensor, log_e: Tensor) -> Tensor:
-    """Argmax of scores - log E; the largest score where every finite one has drawn infinite noise."""
-    noisy = scores - log_e
-    choice = noisy.argmax(-1)
-    lost = noisy.gather(-1, choice[:, None])[:, 0] == -torch.inf
-    return torch.where(lost, scores.argmax(-1), choice)
 
 
 def _draw_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
@@ -58,7 +52,7 @@ def draw_drafts(scaled: Tensor, seeds: Tensor, positions: Tensor, completions: T
         int64 [S].
     """
     log_e = noise(seeds, positions, completions.to(torch.int64), scaled.shape[-1], Purpose.DRAFT, anchors)
-    return _noisy_argmax(scaled, log_e)
+    return noisy_argmax(scaled, log_e)
 
 
 def _judge_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sample]:
@@ -104,7 +98,7 @@ def judge_drafts(
     rest = (p - q).clamp(min=0.0)
     # Equal distributions leave nothing but roundings; any id of p is right then.
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
-    other = _noisy_argmax(rest.log(), noise(seeds, positions, completions, scaled.shape[-1], Purpose.RESIDUAL))
+    other = noisy_argmax(rest.log(), noise(seeds, positions, completions, scaled.shape[-1], Purpose.RESIDUAL))
     return torch.where(accepted, drafts, other)
 
 
@@ -115,12 +109,6 @@ def _draft_step_samples(size: SampleSize, generator: torch.Generator) -> Iterato
         arguments["anchors"] = arguments["positions"] - 2
         arguments["min_p"] = torch.zeros(rows)
         yield Sample(label, {"logits": logits, **arguments}, ("logits", *arguments))
-
-
-def _safe(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits with zeros in the rows that cannot be sampled, and which those are."""
-    bad = ~torch.isfinite(logits.amax(-1))
-    return logits.masked_fill(bad[:, None], 0.0), bad
 
 
 @composite(uses=("apply_filters", "draw_drafts"), samples=_draft_step_samples, determinism=Determinism.ROW_INVARIANT)
@@ -156,7 +144,7 @@ def draft_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         for at in range(0, logits.shape[0], size):
             block = slice(at, at + size)
             part, temp, k, mass, seed, position, completion, anchor, least = (value[block] for value in arguments)
-            safe, bad = _safe(part)
+            safe, bad = usable_logits(part)
             proposed[block] = filters(safe, temp, k, mass, least)
             drafts[block] = torch.where(bad, -1, draw(proposed[block], seed, position, completion, anchor))
         return drafts, proposed
@@ -224,7 +212,7 @@ def judge_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         for at in range(0, logits.shape[0], size):
             block = slice(at, at + size)
             part, temp, k, mass, seed, position, completion, draft, place, least = (value[block] for value in arguments)
-            safe, bad = _safe(part)
+            safe, bad = usable_logits(part)
             kept = filters(safe, temp, k, mass, least)
             drawn = fresh(kept, temp, seed, position, completion)
             judged = judge(kept, rows[place.clamp(min=0)], draft.clamp(min=0), seed, position, completion)

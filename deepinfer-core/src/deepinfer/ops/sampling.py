@@ -17,11 +17,13 @@ __all__ = [
     "apply_filters",
     "draw_arguments",
     "logits_samples",
+    "noisy_argmax",
     "rows_per_block",
     "sample_rows",
     "sample_step",
     "sampling_arguments",
     "sampling_bytes",
+    "usable_logits",
 ]
 
 STATUS_OK = 0
@@ -160,6 +162,23 @@ def _row_samples(size: SampleSize, generator: torch.Generator) -> Iterator[Sampl
         yield Sample(label, kwargs, tuple(kwargs))
 
 
+def noisy_argmax(scaled: Tensor, log_e: Tensor) -> Tensor:
+    """Argmax [S] of scaled - log E [S, V], ties to the lower id.
+
+    Every kept id may have drawn infinite noise (one id kept: once in 2**25 draws); the best of them stands then.
+    """
+    noisy = scaled - log_e
+    choice = noisy.argmax(-1)
+    lost = noisy.gather(-1, choice[:, None])[:, 0] == -torch.inf
+    return torch.where(lost, scaled.argmax(-1), choice)
+
+
+def usable_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [S, V] with zeros in the rows that cannot be sampled, and which those are: bool [S]."""
+    bad = ~torch.isfinite(logits.amax(-1))
+    return logits.masked_fill(bad[:, None], 0.0), bad
+
+
 @op(samples=_row_samples, determinism=Determinism.EXACT)
 def sample_rows(scaled: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, completions: Tensor) -> Tensor:
     """Draw one id per row: argmax of scaled - log E, ties to the lower id; plain argmax at temperature 0 (design 6).
@@ -181,11 +200,7 @@ def sample_rows(scaled: Tensor, temperature: Tensor, seeds: Tensor, positions: T
     drawn = (temperature > 0).nonzero()[:, 0]
     if drawn.numel():
         log_e = noise(seeds[drawn], positions[drawn], completions[drawn].to(torch.int64), scaled.shape[-1])
-        noisy = scaled[drawn] - log_e
-        choice = noisy.argmax(-1)
-        # Every kept id may have drawn infinite noise (one id kept: once in 2**25 draws); the best of them stands then.
-        lost = noisy.gather(-1, choice[:, None])[:, 0] == -torch.inf
-        tokens[drawn] = torch.where(lost, tokens[drawn], choice)
+        tokens[drawn] = noisy_argmax(scaled[drawn], log_e)
     return tokens
 
 
@@ -230,9 +245,7 @@ def sample_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         completions: Tensor,
         min_p: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        largest = logits.amax(-1)
-        bad = ~torch.isfinite(largest)
-        safe = logits.masked_fill(bad[:, None], 0.0)
+        safe, bad = usable_logits(logits)
         if bool((temperature == 0).all()):
             tokens = safe.argmax(-1)
         else:

@@ -107,7 +107,7 @@ class PriorityOrder:
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
         oldest = self._oldest()
-        oldest.overtaken += request is not oldest
+        oldest.overtaken += request is not oldest and not request.is_finished
         del self._waiting[request.arrival]
 
     def rank(self, request: Request) -> tuple[bool, int, int]:
