@@ -3,106 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.one_request import EOS, VOCAB, Letters, expected, make_llm, one
 
-from deepinfer import LLM, SamplingParams
+from deepinfer import SamplingParams
 from deepinfer.engine.build import build_engine
 from deepinfer.engine.loader import LoadedModel
 from deepinfer.engine.stops import TextStream
 from deepinfer.errors import InvalidRequest
-from deepinfer.ops.sampling import apply_filters, sample_rows
 from deepinfer.sampling.slots import pack_ids
 from deepinfer.settings import Settings
-
-VOCAB, EOS = 37, 1
-
-
-class Letters:
-    """Ids 6.. are the letters a..z; everything else is special."""
-
-    bos_id: int | None = None
-
-    def encode_text(self, text: str) -> list[int]:
-        return [6 + ord(letter) - ord("a") for letter in text]
-
-    def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
-        return "".join(chr(ord("a") + i - 6) if 6 <= i < 32 else "" if skip_special else f"<{i}>" for i in ids)
-
-    def decode_stream(self, *, skip_special: bool = True) -> Any:
-        codec = self
-
-        class Stream:
-            def push(self, ids: list[int]) -> str:
-                return codec.decode(ids, skip_special=skip_special)
-
-            def finish(self) -> str:
-                return ""
-
-        return Stream()
-
-
-def make_llm(model: Any, codec: Any = None, **settings: Any) -> LLM:
-    given = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "use_nextn_decode": 0, **settings}
-    return LLM.from_loaded(LoadedModel(model, Path(), codec, "fake-id"), Settings(**given), poison_released=True)
-
-
-def one(llm: LLM, prompt: Any, **params: Any) -> Any:
-    given = {"temperature": 1.0, "seed": 11, "max_tokens": 10, "ignore_eos": True, **params}
-    return llm.generate(prompt, SamplingParams(**given))[0]
-
-
-def adjusted(logits: np.ndarray, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray:
-    """Bias, penalties and bans by their definitions, in float32."""
-    row = logits.astype(np.float32).copy()
-    for token, value in params.bias:
-        row[token] += np.float32(value)
-    for token in set(prompt) | set(output):
-        factor = np.float32(params.repetition_penalty)
-        row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
-    for token in set(output):
-        row[token] -= np.float32(params.frequency_penalty) * np.float32(output.count(token))
-        row[token] -= np.float32(params.presence_penalty)
-    banned = set(params.banned)
-    if params.allowed_token_ids is not None:
-        banned |= set(range(VOCAB)) - set(params.allowed)
-    if len(output) < params.min_tokens:
-        banned |= set(params.stop_ids) | (set() if params.ignore_eos else {EOS})
-    row[sorted(banned)] = -np.inf
-    return row
-
-
-def expected(fake: Any, prompt: list[int], params: SamplingParams, completion: int = 0) -> list[int]:
-    """One request alone, straight from the definitions."""
-    state, output = 0, []
-    for position, token in enumerate(prompt):
-        state = fake.chain(state, token, position)
-    while len(output) < params.max_tokens:
-        row = torch.from_numpy(adjusted(fake.logits_of(state).numpy(), prompt, output, params))[None]
-        temperature = torch.tensor([params.temperature])
-        scaled = apply_filters(
-            row,
-            temperature,
-            torch.tensor([params.top_k], dtype=torch.int32),
-            torch.tensor([params.top_p]),
-            torch.tensor([params.min_p]),
-        )
-        position = len(prompt) + len(output)
-        numbers = (torch.tensor([params.seed]), torch.tensor([position]), torch.tensor([completion], dtype=torch.int32))
-        token = int(sample_rows(scaled, temperature, *numbers))
-        if len(output) < len(params.forced) and params.forced[len(output)] >= 0:
-            token = params.forced[len(output)]
-        output.append(token)
-        if token in params.stop_ids or (token == EOS and not params.ignore_eos):
-            break
-        state = fake.chain(state, token, position)
-    return output
-
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -133,24 +48,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 PROMPTS = [[7, 8, 9, 7], [20], list(range(6, 32)), [9, 9, 9], [30, 31, 6]]
 
 
-@pytest.fixture
-def fake(fake_model: Any, fake_rules: Any) -> Any:
-    return fake_rules
-
-
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_request_alone_is_what_its_parameters_say(fake_model: Any, fake: Any, name: str) -> None:
+def test_a_request_alone_is_what_its_parameters_say(fake_model: Any, fake_rules: Any, name: str) -> None:
     llm = make_llm(fake_model)
     for prompt in PROMPTS:
         params = SamplingParams(
             **{"temperature": 1.0, "seed": 5, "max_tokens": 9, "ignore_eos": True, **VARIANTS[name]}
         )
         output = llm.generate(prompt, params)[0].outputs[0]
-        assert output.token_ids == expected(fake, prompt, params)
+        assert output.token_ids == expected(fake_rules, prompt, params)
     llm._core.scheduler.assert_idle()
 
 
-def test_all_kinds_beside_each_other(fake_model: Any, fake: Any) -> None:
+def test_all_kinds_beside_each_other(fake_model: Any, fake_rules: Any) -> None:
     """Every variant with every prompt in one call; slots are reused by other kinds."""
     llm = make_llm(fake_model)
     cases = [(prompt, name) for prompt in PROMPTS for name in VARIANTS]
@@ -165,7 +75,7 @@ def test_all_kinds_beside_each_other(fake_model: Any, fake: Any) -> None:
     outputs = llm.generate([prompt for prompt, _ in cases], params)
     for (prompt, _), one_params, output in zip(cases, params, outputs, strict=True):
         assert output.error is None
-        assert output.outputs[0].token_ids == expected(fake, prompt, one_params)
+        assert output.outputs[0].token_ids == expected(fake_rules, prompt, one_params)
     llm._core.scheduler.assert_idle()
 
 
@@ -221,119 +131,6 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(fake_model: Any) -> None
     assert len(llm.generate([7], {"max_new_tokens": 3, "seq_seed": 4, "ignore_eos": True})[0].outputs[0].token_ids) == 3
 
 
-# ---- log-probabilities -----------------------------------------------------------------------------------------------
-
-
-def states(fake: Any, tokens: list[int]) -> list[int]:
-    found, state = [], 0
-    for position, token in enumerate(tokens):
-        state = fake.chain(state, token, position)
-        found.append(state)
-    return found
-
-
-def check_place(place: dict[int, Any], logits: np.ndarray, token: int, count: int) -> None:
-    wide = logits.astype(np.float64)
-    with np.errstate(divide="ignore"):
-        exact = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
-    order = sorted(range(len(wide)), key=lambda i: (-wide[i], i))
-    assert list(place)[:count] == order[:count]
-    assert set(place) == {*order[:count], token}
-    for token_id, found in place.items():
-        assert found.rank == order.index(token_id) + 1
-        assert found.logprob == pytest.approx(exact[token_id], abs=3e-6)
-
-
-@pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_logprobs_of_the_output(fake_model: Any, fake: Any, mode: str) -> None:
-    llm = make_llm(fake_model, Letters())
-    params = {"top_k": 8, "temperature": 0.7, "logit_bias": {9: 2.0}, "repetition_penalty": 1.3, "logprobs_mode": mode}
-    prompt = [7, 8, 9]
-    result = one(llm, prompt, logprobs=4, **params)
-    output = result.outputs[0]
-    assert len(output.logprobs) == len(output.token_ids) == 10
-    given = SamplingParams(seed=11, max_tokens=10, ignore_eos=True, **params)
-    along = states(fake, [*prompt, *output.token_ids])
-    for index, (place, token) in enumerate(zip(output.logprobs, output.token_ids, strict=True)):
-        logits = fake.logits_of(along[len(prompt) - 1 + index]).numpy()
-        if mode == "processed":
-            row = torch.from_numpy(adjusted(logits, prompt, output.token_ids[:index], given))[None]
-            filters = (torch.tensor([0.7]), torch.tensor([8], dtype=torch.int32), torch.tensor([1.0]))
-            logits = apply_filters(row, *filters)[0].numpy()
-        check_place(place, logits, token, 4)
-        assert place[token].decoded_token == Letters().decode([token], skip_special=False)
-    total = sum(place[token].logprob for place, token in zip(output.logprobs, output.token_ids, strict=True))
-    assert output.cumulative_logprob == pytest.approx(total)
-    assert result.prompt_logprobs is None
-    plain = one(llm, prompt, **params).outputs[0]
-    assert (plain.token_ids, plain.logprobs, plain.cumulative_logprob) == (output.token_ids, None, None)
-
-
-@pytest.mark.parametrize("chunk", [None, 1, 5])
-def test_prompt_logprobs_do_not_feel_chunks(fake_model: Any, fake: Any, chunk: int | None) -> None:
-    settings = Settings(max_num_seqs=4, max_num_batched_tokens=16, use_nextn_decode=0)
-    llm = LLM.from_loaded(LoadedModel(fake_model, Path(), None, ""), settings, max_prefill_chunk=chunk)
-    params = [
-        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=count)
-        for count in (3, None, 0, 37, 1)
-    ]
-    outputs = llm.generate(PROMPTS, params)
-    for prompt, given, output in zip(PROMPTS, params, outputs, strict=True):
-        if given.prompt_logprobs is None:
-            assert output.prompt_logprobs is None
-            continue
-        assert output.prompt_logprobs[0] is None
-        assert len(output.prompt_logprobs) == len(prompt)
-        along = states(fake, prompt)
-        for position in range(1, len(prompt)):
-            logits = fake.logits_of(along[position - 1]).numpy()
-            check_place(output.prompt_logprobs[position], logits, prompt[position], given.prompt_logprobs)
-
-
-def test_scores(fake_model: Any, fake: Any) -> None:
-    llm = make_llm(fake_model, Letters())
-    prompts, continuations = ["abc", "zz", [20, 21]], ["de", "a", [22, 23, 24]]
-    together = llm.score(prompts, continuations)
-    assert [score.token_ids for score in together] == [[9, 10], [6], [22, 23, 24]]
-    whole = llm.score([[6, 7, 8, 9, 10], [31, 31, 6], [20, 21, 22, 23, 24]])
-    for part, score, ids in zip(together, whole, ([6, 7, 8, 9, 10], [31, 31, 6], [20, 21, 22, 23, 24]), strict=True):
-        assert score.token_ids == ids[1:]
-        assert part.logprobs == score.logprobs[-len(part.logprobs) :]
-        assert part.log_likelihood == pytest.approx(sum(part.logprobs))
-        rows = torch.stack([fake.logits_of(state) for state in states(fake, ids)[:-1]]).double()
-        exact = torch.log_softmax(rows, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        assert score.logprobs == pytest.approx(exact.tolist(), abs=3e-6)
-    greedy = one(llm, [20, 21], temperature=0, max_tokens=4).outputs[0].token_ids
-    assert llm.score([[20, 21]], [greedy])[0].is_greedy
-    assert not llm.score([[20, 21]], [[*greedy[:-1], (greedy[-1] + 1) % 5 + 6]])[0].is_greedy
-    bad, good = llm.score([[99], [7]], [[7], [8]])
-    assert isinstance(bad.error, InvalidRequest)
-    assert good.error is None
-    with pytest.raises(InvalidRequest, match="continuations: 1 continuations for 2 prompts"):
-        llm.score([[7], [8]], [[7]])
-
-
-@pytest.mark.parametrize("scored_rows", [1, 5, 512])
-def test_scored_prompts_share_a_bounded_number_of_rows(fake_model: Any, fake: Any, scored_rows: int) -> None:
-    llm = make_llm(fake_model, max_num_batched_tokens=64)
-    llm._core.scheduler.config = replace(llm._core.scheduler.config, max_scored_rows=scored_rows)
-    prompts = [list(range(6, 32)), [7] * 20, [9, 8] * 11]
-    widest, forward = 0, fake_model.forward
-
-    def watch(inputs: Any, storage: Any) -> Any:
-        nonlocal widest
-        widest = max(widest, inputs.sample_rows.shape[0])
-        return forward(inputs, storage)
-
-    fake_model.forward = watch
-    scores = llm.score(prompts)
-    assert widest <= scored_rows + 2 * len(prompts)
-    for prompt, score in zip(prompts, scores, strict=True):
-        rows = torch.stack([fake.logits_of(state) for state in states(fake, prompt)[:-1]]).double()
-        exact = torch.log_softmax(rows, -1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
-        assert score.logprobs == pytest.approx(exact.tolist(), abs=3e-6)
-
-
 # ---- stops -----------------------------------------------------------------------------------------------------------
 
 
@@ -368,13 +165,13 @@ def test_stop_strings_need_a_codec_that_streams(fake_model: Any) -> None:
 # ---- completions and seeds -------------------------------------------------------------------------------------------
 
 
-def test_completions_share_a_seed_and_differ_by_their_index(fake_model: Any, fake: Any) -> None:
+def test_completions_share_a_seed_and_differ_by_their_index(fake_model: Any, fake_rules: Any) -> None:
     llm = make_llm(fake_model, Letters())
     three = one(llm, [7, 8, 9], n=3, prompt_logprobs=1, logprobs=2)
     assert [part.index for part in three.outputs] == [0, 1, 2]
     assert [part.seed for part in three.outputs] == [11, 11, 11]
     params = SamplingParams(seed=11, max_tokens=10, ignore_eos=True)
-    assert [part.token_ids for part in three.outputs] == [expected(fake, [7, 8, 9], params, i) for i in range(3)]
+    assert [part.token_ids for part in three.outputs] == [expected(fake_rules, [7, 8, 9], params, i) for i in range(3)]
     assert len({tuple(part.token_ids) for part in three.outputs}) == 3
     five, two = one(llm, [7, 8, 9], n=5, logprobs=2), one(llm, [7, 8, 9], n=2, logprobs=2)
     assert five.outputs[:3] == three.outputs
@@ -401,9 +198,9 @@ def test_a_seeded_request_does_not_feel_an_unseeded_mate(fake_model: Any) -> Non
 # ---- several rows a sequence, ahead of the host ----------------------------------------------------------------------
 
 
-def drafted(fake_model: Any, fake: Any, cases: list[tuple[list[int], SamplingParams]], wrong: int) -> list[Any]:
+def drafted(fake_model: Any, fake_rules: Any, cases: list[tuple[list[int], SamplingParams]], wrong: int) -> list[Any]:
     """Run with a drafter that knows each request's output, but for every `wrong`-th draft, ahead of the host."""
-    truth = {params.seed: (len(prompt), expected(fake, prompt, params)) for prompt, params in cases}
+    truth = {params.seed: (len(prompt), expected(fake_rules, prompt, params)) for prompt, params in cases}
 
     def draft(anchors: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, records: Any) -> Any:
         ids = torch.full((anchors.shape[0], 4), -1)
@@ -416,7 +213,11 @@ def drafted(fake_model: Any, fake: Any, cases: list[tuple[list[int], SamplingPar
 
     settings = Settings(max_num_seqs=3, max_num_batched_tokens=24, use_nextn_decode=4)
     core = build_engine(
-        LoadedModel(fake_model, numerics_id="fake"), settings, poison_released=True, drafter=draft, preempt_every=5
+        LoadedModel(fake_model, numerics_id="fake_rules"),
+        settings,
+        poison_released=True,
+        drafter=draft,
+        preempt_every=5,
     ).core
     running = []
     for index, (prompt, params) in enumerate(cases):
@@ -432,7 +233,7 @@ def drafted(fake_model: Any, fake: Any, cases: list[tuple[list[int], SamplingPar
 
 
 @pytest.mark.parametrize("wrong", [2, 3, 1000])
-def test_verify_rows_see_the_drafts_before_them(fake_model: Any, fake: Any, wrong: int) -> None:
+def test_verify_rows_see_the_drafts_before_them(fake_model: Any, fake_rules: Any, wrong: int) -> None:
     """H14: penalties, bans and forced tokens of verify rows know real ids only; tokens and logprobs as without drafts."""
     cases = []
     for index, name in enumerate(VARIANTS):
@@ -441,23 +242,23 @@ def test_verify_rows_see_the_drafts_before_them(fake_model: Any, fake: Any, wron
     llm = make_llm(fake_model, zero_overhead_scheduling=False)
     plain = llm.generate([prompt for prompt, _ in cases], [params for _, params in cases])
     for name, case, one_plain, found in zip(
-        VARIANTS, cases, plain, drafted(fake_model, fake, cases, wrong), strict=True
+        VARIANTS, cases, plain, drafted(fake_model, fake_rules, cases, wrong), strict=True
     ):
-        assert found.token_ids == expected(fake, *case) == one_plain.outputs[0].token_ids, name
+        assert found.token_ids == expected(fake_rules, *case) == one_plain.outputs[0].token_ids, name
         assert found.logprobs == one_plain.outputs[0].logprobs, name
         assert found.cumulative_logprob == one_plain.outputs[0].cumulative_logprob
 
 
-def test_a_stop_string_ends_inside_an_accepted_block(fake_model: Any, fake: Any) -> None:
+def test_a_stop_string_ends_inside_an_accepted_block(fake_model: Any, fake_rules: Any) -> None:
     """H13: wherever in a block the stop string ends, text, ids, logprobs and usage agree, as without drafts."""
     given = {"allowed_token_ids": [*range(6, 32)], "logprobs": 0, "max_tokens": 12, "ignore_eos": True}
-    free = expected(fake, [7, 8], SamplingParams(seed=4, **given))
+    free = expected(fake_rules, [7, 8], SamplingParams(seed=4, **given))
     text = Letters().decode(free)
     for start in range(11):
         stop = text[start : start + 2]
         end = text.find(stop) + 2
         params = SamplingParams(seed=4, stop=stop, **given)
-        (found,) = drafted(fake_model, fake, [([7, 8], params)], 1000)
+        (found,) = drafted(fake_model, fake_rules, [([7, 8], params)], 1000)
         assert found.token_ids == free[:end]
         assert found.text.text == text[: end - 2]
         assert len(found.logprobs) == found.metrics.num_generated_tokens == end
@@ -484,7 +285,7 @@ def test_a_grammar_mask_comes_after_the_bans_and_spares_other_rows(fake_model: A
     assert second.outputs[0].token_ids == plain[1].outputs[0].token_ids
 
 
-def test_completions_share_the_pages_of_their_prompt(fake_model: Any, fake: Any) -> None:
+def test_completions_share_the_pages_of_their_prompt(fake_model: Any, fake_rules: Any) -> None:
     prompt = list(range(6, 29))
     shared, apart = make_llm(fake_model), make_llm(fake_model, enable_prefix_caching=False)
     seen = {}
