@@ -109,6 +109,10 @@ def test_values_that_float32_cannot_hold(fake_model: Any) -> None:
     allowed = [8, 9, 10]
     hot = llm.generate([[7]], [{**common, "temperature": 1e300, "allowed_token_ids": allowed}])[0].outputs[0]
     assert set(hot.token_ids) <= set(allowed)
+    # Divided by nothing, a positive logit would be infinite and the row unsound.
+    rewarded = llm.generate([[7, 8]], [{**common, "temperature": 0, "repetition_penalty": 1e-300}])[0]
+    assert rewarded.error is None
+    assert len(rewarded.outputs[0].token_ids) == 4
 
 
 def test_ids_outside_the_vocabulary_are_refused_by_name(fake_model: Any) -> None:

@@ -18,6 +18,8 @@ MIN_TEMPERATURE = 1e-6
 # Devices hold float32: beyond these a temperature would become infinite and a top_p zero.
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 MIN_FLOAT32 = 2.0**-126
+MIN_PENALTY = 1e-30
+"""A logit divided by less could become infinite; ids that were seen win by far with either."""
 SEED_LIMIT = 2**64
 MAX_LOGPROBS = 1000
 MAX_LOGIT_BIAS = 1024
@@ -130,7 +132,8 @@ class SamplingParams:
         top_p = _numbers("a number in (0, 1]", 0, 1, above=True)
         self._set("top_p", lambda name, value: max(top_p(name, value), MIN_FLOAT32))
         self._set("min_p", _numbers("a number in [0, 1]", 0, 1))
-        self._set("repetition_penalty", _numbers("a number in (0, 2]", 0, 2, above=True))
+        penalty = _numbers("a number in (0, 2]", 0, 2, above=True)
+        self._set("repetition_penalty", lambda name, value: max(penalty(name, value), MIN_PENALTY))
         self._set("presence_penalty", _numbers("a number in [-2, 2]", -2, 2))
         self._set("frequency_penalty", _numbers("a number in [-2, 2]", -2, 2))
         top_k = _integer("top_k", self.top_k, "-1 (all) or an integer in 1..2**31-1")
