@@ -38,6 +38,14 @@ def complete(core: Any, name: str, prompt: list[int], count: int = 3) -> Any:
     return generation
 
 
+def settled(core: Any) -> None:
+    """What is published leaves the device behind the steps, on their thread, and is written on another one."""
+    done = threading.Event()
+    core.executor.run(done.set)
+    assert done.wait(60)
+    core.tiers.exchange.flush()
+
+
 @pytest.fixture
 def check(naive_model: Any) -> Callable[..., None]:
     def check(generation: Any) -> None:
@@ -100,7 +108,7 @@ def test_the_end_of_an_output_goes_to_lower_tiers(fake_model: Any, make_engine: 
     saved, save = [], core.tiers.exchange.save
     core.tiers.exchange.save = lambda kind, *rest: (saved.append(kind), save(kind, *rest))
     first = complete(core, "a", [6, 7, 8, 9, 10], count=16)
-    core.tiers.exchange.flush()
+    settled(core)
     assert (saved.count("page"), saved.count("snapshot")) == (5, 2), "of the prompt and of the output"
     core.scheduler.prefix.clear()
     second = complete(core, "b", [*first.request.prompt.tolist(), *first.token_ids, 11])
@@ -203,7 +211,7 @@ def test_a_prefix_that_did_not_arrive_is_an_error_of_its_request_only(
     core = make_engine(fake_model, prefix_host_bytes=100_000, prefix_load_seconds=10.0)
     prompt = list(range(6, 17))
     check(complete(core, "a", prompt))
-    core.tiers.exchange.flush()
+    settled(core)
     core.scheduler.prefix.clear()
     write, core.runner.blocks._write = core.runner.blocks._write, None
     broken = complete(core, "b", prompt)
@@ -383,18 +391,10 @@ def test_after_eviction_everything_is_computed_again(loaded: Any, cold: list[Any
         assert llm._core.scheduler.prefix.index.evicted > 0
 
 
-def settled(llm: LLM) -> None:
-    """Wait until everything that was published is stored."""
-    done = threading.Event()
-    llm._core.executor.run(done.set)
-    assert done.wait(60)
-    llm._core.tiers.exchange.flush()
-
-
 def test_from_host_memory(loaded: Any, cold: list[Any]) -> None:
     with engine(loaded(16), prefix_host_bytes=1 << 24) as llm:
         assert said(llm, 2) == (cold[2], 0)
-        settled(llm)
+        settled(llm._core)
         llm._core.scheduler.prefix.clear()
         assert said(llm, 2) == (cold[2], 64)
         stats = llm._core.tiers.exchange.stats
@@ -463,7 +463,7 @@ def test_a_full_disk_stops_nothing(
     monkeypatch.setattr(files.os, "fsync", full)
     with engine(loaded(16), prefix_disk_dir=tmp_path) as llm:
         assert said(llm, 2) == (cold[2], 0)
-        settled(llm)
+        settled(llm._core)
         assert said(llm, 2) == (cold[2], 64)
     assert [record.levelname for record in caplog.records if "is not written to any more" in record.message] == [
         "WARNING"
@@ -490,7 +490,7 @@ def test_a_store_of_a_plugin_is_used(loaded: Any, cold: list[Any], monkeypatch: 
     with engine(loaded(16), kv_stores="acme") as llm:
         store = PLUGIN_STORES[-1]
         assert said(llm, 2) == (cold[2], 0)
-        settled(llm)
+        settled(llm._core)
         assert len(store) == 5
         llm._core.scheduler.prefix.clear()
         assert said(llm, 2) == (cold[2], 64)
