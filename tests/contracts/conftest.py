@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 
 import pytest
@@ -22,7 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("contract_seed") is None:
-        config.option.contract_seed = secrets.randbelow(2**31)
+        fixed = os.environ.get("DEEPINFER_TEST_CONTRACT_SEED")
+        config.option.contract_seed = secrets.randbelow(2**31) if fixed is None else int(fixed)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -278,24 +278,38 @@ def test_flip_at_a_boundary_is_allowed_and_elsewhere_not() -> None:
     up[0, 1] = 18.0
     actual = packed(FP8, up)
     assert not torch.equal(actual, expected)
-    assert code_difference(actual, expected, exact, FP8, 1e-3) is None
+    assert code_difference(actual, expected, exact, FP8, 1e-3, 1e-5) is None
     clear = exact.clone()
     clear[0, 1] = 16.2
-    found = code_difference(actual, packed(FP8, clear), clear, FP8, 1e-3)
+    found = code_difference(actual, packed(FP8, clear), clear, FP8, 1e-3, 1e-5)
     assert found is not None
-    assert "away from a rounding boundary" in found
+    assert "off by more than a rounding" in found
 
 
 def test_too_many_flips_and_far_codes_are_refused() -> None:
     exact = torch.full((1, 32), 17.0, dtype=torch.float64)
     exact[0, 0] = 448.0
     up = torch.where(exact == 17.0, 18.0, exact)
-    found = code_difference(packed(FP8, up), packed(FP8, exact), exact, FP8, 1e-3)
-    assert found == "31 of 32 codes lie one step off, allowed 1"
+    found = code_difference(packed(FP8, up), packed(FP8, exact), exact, FP8, 1e-3, 1e-5)
+    assert found == "31 of 32 codes are flipped, allowed 1"
     far = torch.where(exact == 17.0, 20.0, exact)
-    found = code_difference(packed(FP8, far), packed(FP8, exact), exact, FP8, 1.0)
+    found = code_difference(packed(FP8, far), packed(FP8, exact), exact, FP8, 1.0, 1e-5)
     assert found is not None
-    assert "more than one step off" in found
+    assert "off by more than a rounding" in found
+
+
+def test_a_code_of_a_sum_that_cancels_is_held_to_its_row() -> None:
+    # Seen with bfloat16 inside: terms of the size of the row cancel, and what is left is wrong by a rounding of theirs.
+    exact = torch.zeros(1, 32, dtype=torch.float64)
+    exact[0, 0], exact[0, 1] = 3.5, 2.24e-5
+    expected = packed(FP8, exact)
+    for value, allowed in ((3.1e-5, True), (-2e-5, True), (2e-3, False)):
+        other = exact.clone()
+        other[0, 1] = value
+        actual = packed(FP8, other)
+        assert not torch.equal(actual, expected)
+        assert (code_difference(actual, expected, exact, FP8, 1e-3, 2e-5) is None) == allowed
+        assert code_difference(actual, expected, exact, FP8, 1e-3, 1e-9) is not None
 
 
 def test_scale_may_move_only_at_its_boundary() -> None:
@@ -304,7 +318,7 @@ def test_scale_may_move_only_at_its_boundary() -> None:
     rows = packed(four, exact)
     moved = rows.clone()
     moved[0, four.data_bytes] += 1
-    found = code_difference(moved, rows, exact, four, 1.0)
+    found = code_difference(moved, rows, exact, four, 1.0, 1e-5)
     assert found is not None
     assert "scales are wrong" in found
 

@@ -118,16 +118,18 @@ def code_difference(
     exact: Tensor,
     row_format: RowFormat,
     flip_share: float,
+    rtol: float,
     *,
     may_move_rows: bool = False,
 ) -> str | None:
-    """Compare packed rows: a code or scale one step off only near a rounding boundary, and seldom.
+    """Compare packed rows: another code or scale only where a value within the tolerance has it, and seldom.
 
     Args:
         actual, expected: [..., row bytes] uint8.
         exact: [..., width] float64 values that the codes stand for, before rounding.
         row_format: a quantised format.
         flip_share: allowed share of flipped codes and of flipped scales; one of each is always allowed.
+        rtol: allowed error of a value before it is rounded, in units of its row's largest: sums may cancel.
         may_move_rows: an inner code may have flipped, which moves one row in eight, and one more, by its step.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -135,19 +137,20 @@ def code_difference(
     sides = [rows.flatten(0, -2) for rows in (actual, expected)]
     exact = exact.flatten(0, -2)
     if may_move_rows:
-        moved = _moved_rows(sides[0], sides[1], exact, row_format)
+        moved = _moved_rows(sides[0], sides[1], exact, row_format, rtol)
         if int(moved.sum()) > flipped_rows(moved.shape[0]):
             return f"{int(moved.sum())} of {moved.shape[0]} rows are off by more than a rounding"
         sides, exact = [rows[~moved] for rows in sides], exact[~moved]
-    return _code_difference(sides[0], sides[1], exact, row_format, flip_share)
+    return _code_difference(sides[0], sides[1], exact, row_format, flip_share, rtol)
 
 
 def _code_difference(
-    actual: Tensor, expected: Tensor, exact: Tensor, row_format: RowFormat, flip_share: float
+    actual: Tensor, expected: Tensor, exact: Tensor, row_format: RowFormat, flip_share: float, rtol: float
 ) -> str | None:
     split, group = row_format.data_bytes, row_format.width // row_format.scale_bytes
     scale_steps = (actual[:, split:].int() - expected[:, split:].int()).abs()
-    boundary = _near_scale_boundary(exact, row_format)
+    error = _allowed_error(exact, rtol)
+    boundary = _near_scale_boundary(exact, error, row_format)
     wrong = (scale_steps > 1) | ((scale_steps == 1) & ~boundary)
     if bool(wrong.any()):
         return f"{int(wrong.sum())} scales are wrong, {_example(actual[:, split:], expected[:, split:], wrong)}"
@@ -159,28 +162,30 @@ def _code_difference(
     flipped = (ranks[0] != ranks[1]) & comparable
     if not bool(flipped.any()):
         return None
-    far = ((ranks[0] - ranks[1]).abs() > 1) & comparable
-    values = [_values(rows, row_format) for rows in (actual, expected)]
-    if bool(far.any()):
-        return f"{int(far.sum())} codes are more than one step off, {_example(values[0], values[1], far)}"
-    clear = flipped & ((exact - (values[0] + values[1]) / 2).abs() > 2 * _ulp(exact))
-    if bool(clear.any()):
-        return f"{int(clear.sum())} codes are wrong away from a rounding boundary, {_example(values[0], exact, clear)}"
+    scales = _scales(expected[:, split:], row_format)
+    low, high = (_nearest_ranks((exact + side) / scales, row_format) for side in (-error, error))
+    wrong = flipped & ((ranks[0] < low) | (ranks[0] > high))
+    if bool(wrong.any()):
+        values = _values(actual, row_format)
+        return f"{int(wrong.sum())} codes are off by more than a rounding, {_example(values, exact, wrong)}"
     allowed = max(1, int(flip_share * flipped.numel()))
     if int(flipped.sum()) > allowed:
-        return f"{int(flipped.sum())} of {flipped.numel()} codes lie one step off, allowed {allowed}"
+        return f"{int(flipped.sum())} of {flipped.numel()} codes are flipped, allowed {allowed}"
     return None
 
 
-def _ulp(exact: Tensor) -> Tensor:
-    """Distance of neighbouring bfloat16 values at these magnitudes."""
-    return torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=1e-300))) - (BF16_BITS - 1))
+def _allowed_error(exact: Tensor, rtol: float) -> Tensor:
+    """Two bfloat16 steps of a value; more where it is small in its row, as what cancelled may have been large."""
+    steps = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=1e-300))) - (BF16_BITS - 2))
+    return torch.maximum(steps, rtol * exact.abs().amax(-1, keepdim=True))
 
 
-def _near_scale_boundary(exact: Tensor, row_format: RowFormat) -> Tensor:
-    """Groups whose scale would differ if their largest value moved by two bfloat16 steps."""
-    largest = exact.unflatten(-1, (row_format.scale_bytes, -1)).abs().amax(-1)
-    low, high = largest - 2 * _ulp(largest), largest + 2 * _ulp(largest)
+def _near_scale_boundary(exact: Tensor, error: Tensor, row_format: RowFormat) -> Tensor:
+    """Groups whose scale would differ if their largest value moved by its allowed error."""
+    groups = exact.abs().unflatten(-1, (row_format.scale_bytes, -1))
+    largest, place = groups.max(-1)
+    moved = error.unflatten(-1, (row_format.scale_bytes, -1)).gather(-1, place[..., None])[..., 0]
+    low, high = (largest - moved).clamp(min=0), largest + moved
     if row_format.name == "fp4_block16":
         codes = [(side / 6).clamp(max=448).float().to(torch.float8_e4m3fn).view(torch.uint8) for side in (low, high)]
         return codes[0] != codes[1]
@@ -188,12 +193,14 @@ def _near_scale_boundary(exact: Tensor, row_format: RowFormat) -> Tensor:
     return torch.ceil(torch.log2(low / top)) != torch.ceil(torch.log2(high / top))
 
 
-def _moved_rows(actual: Tensor, expected: Tensor, exact: Tensor, row_format: RowFormat) -> Tensor:
+def _moved_rows(actual: Tensor, expected: Tensor, exact: Tensor, row_format: RowFormat, rtol: float) -> Tensor:
     """Rows that differ by more than roundings, yet by less than the step of an inner code explains."""
     values = [_values(rows, row_format) for rows in (actual, expected)]
     wrong = torch.tensor(
         [
-            _code_difference(actual[row : row + 1], expected[row : row + 1], exact[row : row + 1], row_format, 1.0)
+            _code_difference(
+                actual[row : row + 1], expected[row : row + 1], exact[row : row + 1], row_format, 1.0, rtol
+            )
             is not None
             for row in range(actual.shape[0])
         ],
@@ -205,6 +212,12 @@ def _moved_rows(actual: Tensor, expected: Tensor, exact: Tensor, row_format: Row
 
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+_E4M3 = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float64)
+
+
+def _magnitudes(row_format: RowFormat) -> Tensor:
+    """Values of the codes without sign, ascending."""
+    return _E4M3 if row_format.name == "fp8_block32" else _E2M1
 
 
 def _codes(data: Tensor, row_format: RowFormat) -> Tensor:
@@ -219,19 +232,27 @@ def _ranks(data: Tensor, row_format: RowFormat) -> Tensor:
     return torch.where(codes >= sign, -(codes - sign), codes)
 
 
+def _nearest_ranks(units: Tensor, row_format: RowFormat) -> Tensor:
+    """Ranks of the codes nearest to values in units of their scale."""
+    levels = _magnitudes(row_format)
+    ranks = torch.searchsorted((levels[1:] + levels[:-1]) / 2, units.abs())
+    return torch.where(units < 0, -ranks, ranks)
+
+
+def _scales(data: Tensor, row_format: RowFormat) -> Tensor:
+    """Scale of every value of a row."""
+    if row_format.name == "fp4_block16":
+        scales = data.contiguous().view(torch.float8_e4m3fn).to(torch.float64)
+    else:
+        scales = torch.exp2(data.to(torch.float64) - 127)
+    return scales.repeat_interleave(row_format.width // row_format.scale_bytes, -1)
+
+
 def _values(rows: Tensor, row_format: RowFormat) -> Tensor:
     split = row_format.data_bytes
-    data, scales = rows[..., :split].contiguous(), rows[..., split:].contiguous()
-    if row_format.name == "fp8_block32":
-        values = data.view(torch.float8_e4m3fn).to(torch.float64)
-    else:
-        codes = _codes(data, row_format)
-        values = _E2M1[codes & 7] * torch.where(codes >= 8, -1.0, 1.0)
-    if row_format.name == "fp4_block16":
-        scale = scales.view(torch.float8_e4m3fn).to(torch.float64)
-    else:
-        scale = torch.exp2(scales.to(torch.float64) - 127)
-    return values * scale.repeat_interleave(row_format.width // row_format.scale_bytes, -1)
+    ranks = _ranks(rows[..., :split].contiguous(), row_format)
+    levels = torch.cat((_magnitudes(row_format), torch.tensor([torch.nan], dtype=torch.float64)))
+    return levels[ranks.abs()] * ranks.sign() * _scales(rows[..., split:], row_format)
 
 
 def _kind(value: Tensor) -> str:

@@ -83,12 +83,12 @@ def _boundary(
     return (
         _named("streams", difference(streams, right_streams, near))
         or _named("rows.values", difference(rows.values, right_rows.values, near))
-        or _named("rows.quantised", _rows_difference(rows, right_rows, contract.tolerance.flip_share))
+        or _named("rows.quantised", _rows_difference(rows, right_rows, contract.tolerance.flip_share, rtol))
         or _named("mixes", difference(mixes, right_mixes, near))
     )
 
 
-def _rows_difference(rows: Rows, right: Rows, flip_share: float) -> str | None:
+def _rows_difference(rows: Rows, right: Rows, flip_share: float, rtol: float) -> str | None:
     """FP8-rounded values as codes under the scales of the expected values."""
     width = right.values.shape[-1]
     row_format = RowFormat(FP8_BLOCK32, width)
@@ -104,7 +104,7 @@ def _rows_difference(rows: Rows, right: Rows, flip_share: float) -> str | None:
             wrong = codes.double() != units
             return f"{int(wrong.sum())} values are no FP8 codes under the scale of their group"
         packed.append(torch.cat((codes.view(torch.uint8), (exponent + 127).to(torch.uint8)), dim=-1))
-    return code_difference(packed[0], packed[1], right.values.double(), row_format, flip_share)
+    return code_difference(packed[0], packed[1], right.values.double(), row_format, flip_share, rtol)
 
 
 def _project(
@@ -119,7 +119,7 @@ def _project(
     plain = exact.qkv_project(**{**inputs, "weights": weights}).window_rows.view(torch.float64)
     share = contract.tolerance.flip_share
     return difference(found, wanted, _near(contract, rtol)) or _named(
-        "window_rows", code_difference(actual.window_rows.cpu(), right.window_rows, plain, row_format, share)
+        "window_rows", code_difference(actual.window_rows.cpu(), right.window_rows, plain, row_format, share, rtol)
     )
 
 
@@ -155,8 +155,10 @@ def _compress(
     if right.state is not None:
         state = _named("state", bit_difference(actual.state.cpu(), right.state))
     return (
-        _named("entries", code_difference(actual.entries.cpu(), right.entries, entries, right.entry_format, share))
-        or _named("index keys", code_difference(keys, right_keys, values, right.index_format, share))
+        _named(
+            "entries", code_difference(actual.entries.cpu(), right.entries, entries, right.entry_format, share, rtol)
+        )
+        or _named("index keys", code_difference(keys, right_keys, values, right.index_format, share, rtol))
         or state
     )
 
@@ -176,7 +178,7 @@ def _main_keys(
     for stage, (actual, right) in enumerate(zip(outcome[1]["rings"], expected[1]["rings"], strict=True)):
         values = rings[stage].view(torch.float64)
         found = code_difference(
-            actual.cpu(), right, values, row_format, contract.tolerance.flip_share, may_move_rows=True
+            actual.cpu(), right, values, row_format, contract.tolerance.flip_share, rtol, may_move_rows=True
         )
         if found:
             return f"ring of stage {stage}: {found}"

@@ -94,7 +94,7 @@ class Suite:
             for label, found in getattr(self, f"_{name}")(op, size):
                 judged += 1
                 if found:
-                    failures.append(f"{op} [{size}, sample {label}] {name}: {found}")
+                    failures.append(f"{op} [{size}, sample {label}, seed {self.seed}] {name}: {found}")
         if failures:
             raise ConformanceFailure("\n".join(failures[:20]))
         return judged

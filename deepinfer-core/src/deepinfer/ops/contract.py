@@ -33,9 +33,10 @@ class Tolerance:
     Attributes:
         rtol: allowed |out - ref| relative to the largest |ref| of the array, for float32 inputs.
         bf16_rtol: the same for bfloat16 inputs.
-        flip_share: for quantised outputs, the largest share of codes that may lie one step off, and only where the
-            float64 value lies within 2 ulp of a rounding boundary. Above 0 it also says that the operation quantises
-            inside: a few rows may then hold a flipped code and deviate by up to its step.
+        flip_share: for quantised outputs, the largest share of codes that may differ, and only where a value within
+            two bfloat16 steps of the float64 one, or within the tolerance of its row, has that code. Above 0 it also
+            says that the operation quantises inside: a few rows may then hold a flipped code and deviate by up to its
+            step.
     """
 
     rtol: float = 2e-6
