@@ -75,6 +75,9 @@ def test_requests_from_a_file_and_a_plot(tiny: Path, tmp_path: Path) -> None:
     errors = [entry["error"] for entry in report["requests"] if entry["error"]]
     assert errors == ["InvalidRequest: prompt_token_ids: id -1 at index 0 is outside the vocabulary 0..511"]
     assert plot.read_bytes().startswith(b"\x89PNG")
+    table = run(*words[:-1], "--max-model-len", 128).stdout
+    assert "3 requests, 1 failed in" in table
+    assert f"the first failure: {errors[0]}" in table
 
 
 @pytest.mark.parametrize(

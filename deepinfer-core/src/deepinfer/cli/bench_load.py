@@ -270,6 +270,8 @@ def _table(report: dict[str, Any]) -> str:
     ]
     for name, values in report["latency_seconds"].items():
         lines.append(f"  {name:<24}" + "".join(f"{1000 * value:>10.1f}" for value in values.values()))
+    errors = [outcome["error"] for outcome in report["requests"] if outcome["error"]]
+    lines += [f"  the first failure: {error}" for error in errors[:1]]
     drafts = report["speculation"]
     if drafts is not None:
         verified = sum(drafts["verified"])
