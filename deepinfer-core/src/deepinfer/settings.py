@@ -145,6 +145,11 @@ class Settings(BaseSettings):
         description="Plan and launch the next step while one runs (asynchronous loop), where the backend can. Never "
         "changes a token.",
     )
+    enforce_eager: bool = Field(
+        False,
+        description="Launch every kernel of a step instead of replaying captured graphs, where the backend has them. "
+        "Slower; for debugging.",
+    )
 
     scheduling_policy: str = Field(
         "",

@@ -179,7 +179,7 @@ def build_engine(
         rejection=settings.draft_verification == "rejection",
         poison_released=poison_released,
         runtime=loaded.runtime,
-        graphs=loaded.backend is not None and loaded.backend.capabilities().graphs,
+        graphs=_has_graphs(loaded, settings),
     )
     if executor is None:
         executor = ThreadExecutor if depth > 1 else InlineExecutor
@@ -204,6 +204,12 @@ def build_engine(
         observers=_observers(settings),
     )
     return BuiltEngine(core, plan, config.max_model_len)
+
+
+def _has_graphs(loaded: LoadedModel, settings: Settings) -> bool:
+    if loaded.backend is None or settings.enforce_eager:
+        return False
+    return loaded.backend.capabilities().graphs
 
 
 def _planner(
