@@ -12,6 +12,7 @@ from torch import Tensor
 from deepinfer.ops.compress import EntryCache, sample_cache
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, Tolerance, composite, op
 from deepinfer.ops.handles import Selection, accumulate_dtype
+from deepinfer.ops.host_view import is_on_host
 from deepinfer.ops.quant import FP4_BLOCK32, RowFormat, pack_rows
 from deepinfer.ops.sample_inputs import normal, random_step, row_counts, step_shapes
 
@@ -108,7 +109,9 @@ def index_scores(kernels: Any) -> Callable[..., Tensor]:
     ) -> Tensor:
         accumulate = accumulate_dtype(query.dtype)
         wide = query.to(accumulate)
-        longest = int(visible.max()) if visible.numel() else 0
+        longest = page_table.shape[1] * entries_per_page
+        if is_on_host(visible):
+            longest = int(visible.max()) if visible.numel() else 0
         tiles = []
         for start in range(0, max(longest, 1), SCORE_TILE):
             entries = torch.arange(start, start + SCORE_TILE, device=query.device).expand(query.shape[0], -1)

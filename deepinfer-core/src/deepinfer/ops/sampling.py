@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.ops.contract import Determinism, Sample, SampleSize, composite, op
+from deepinfer.ops.host_view import rows_where
 from deepinfer.sampling.rng import log, noise
 
 __all__ = [
@@ -130,9 +131,11 @@ def apply_filters(
     scaled = torch.where(
         greedy, torch.where(first, 0.0, -torch.inf), shifted / torch.where(greedy, 1.0, temperature[:, None])
     )
-    limited = ((temperature > 0) & ((top_k >= 0) | (top_p < 1))).nonzero()[:, 0]
+    limits = (temperature > 0) & ((top_k >= 0) | (top_p < 1))
+    limited = rows_where(limits)
     if limited.numel():
-        scaled[limited] = _keep_first(scaled[limited], top_k[limited], top_p[limited])
+        kept = _keep_first(scaled[limited], top_k[limited], top_p[limited])
+        scaled[limited] = torch.where(limits[limited, None], kept, scaled[limited])
     if min_p is not None:
         # log(p / largest p) against log(min_p), which is a fixed sequence of operations on every backend.
         least = torch.where(min_p > 0, log(min_p.to(torch.float32).clamp(min=SMALLEST_NORMAL)), -torch.inf)
@@ -145,12 +148,12 @@ def _keep_first(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     keep = torch.ones_like(ordered, dtype=torch.bool)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     keep &= (top_k < 0)[:, None] | (rank < top_k[:, None])
-    nucleus = (top_p < 1).nonzero()[:, 0]
+    nucleus = rows_where(top_p < 1)
     if nucleus.numel():
         mass = (torch.exp(ordered[nucleus]).double() * 2.0**MASS_BITS).to(torch.int64)
         through = torch.cumsum(mass, -1)
         limit = through[:, -1:].double() * top_p[nucleus, None].double()
-        keep[nucleus] &= (through - mass).double() < limit
+        keep[nucleus] &= ((through - mass).double() < limit) | (top_p[nucleus, None] >= 1)
     return torch.full_like(scaled, -torch.inf).scatter_(-1, ids, torch.where(keep, ordered, -torch.inf))
 
 
@@ -197,10 +200,10 @@ def sample_rows(scaled: Tensor, temperature: Tensor, seeds: Tensor, positions: T
         int64 [S].
     """
     tokens = scaled.argmax(-1)
-    drawn = (temperature > 0).nonzero()[:, 0]
+    drawn = rows_where(temperature > 0)
     if drawn.numel():
         log_e = noise(seeds[drawn], positions[drawn], completions[drawn].to(torch.int64), scaled.shape[-1])
-        tokens[drawn] = noisy_argmax(scaled[drawn], log_e)
+        tokens[drawn] = torch.where(temperature[drawn] > 0, noisy_argmax(scaled[drawn], log_e), tokens[drawn])
     return tokens
 
 
@@ -246,7 +249,7 @@ def sample_step(table: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         min_p: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         safe, bad = usable_logits(logits)
-        if bool((temperature == 0).all()):
+        if not rows_where(temperature > 0).numel():
             tokens = safe.argmax(-1)
         else:
             kept = filters(safe, temperature, top_k, top_p, min_p)
