@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import simulated_operators
 
 from ascend_sim.test_golden import OPTIONS
 from deepinfer import LLM, SamplingParams
@@ -38,9 +40,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one draft": {"use_nextn_decode": 1},
     "no graphs": {"enforce_eager": True},
     "chunks of 7": {"max_prefill_chunk": 7},
-    "preemption": {"num_pages": 7},
-    "preemption, synchronous, no graphs": {"num_pages": 7, "zero_overhead_scheduling": False, "enforce_eager": True},
-    "recomputation": {"num_pages": 7, "preemption_host_bytes": 0},
+    "preemption": {"preempt_every": 3},
+    "preemption, synchronous, no graphs": {"preempt_every": 2, "zero_overhead_scheduling": False, "enforce_eager": True},
+    "recomputation": {"preempt_every": 3, "preemption_host_bytes": 0},
     "hot prefixes": {"prefix_snapshots": 16},
 }
 
@@ -60,13 +62,17 @@ def expected() -> Iterator[list[Any]]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_says_what_the_cpu_says(expected: list[Any], name: str) -> None:
     options = {**SMALL, **VARIANTS[name]}
+    preempt_every = options.pop("preempt_every", 0)
     with LLM("tiny", **options) as llm:
-        assert said(llm) == expected
         core = llm._core
+        core.scheduler.config = replace(core.scheduler.config, preempt_every=preempt_every)
+        simulated_operators.take_waits()
+        assert said(llm) == expected
+        assert simulated_operators.take_waits() == {}
         if "prefix_snapshots" in options:
             assert said(llm) == expected
             assert core.scheduler.prefix.stats.hit_tokens > 0
-        assert (core.stats.preemptions > 0) == (options["num_pages"] == 7)
+        assert (core.stats.preemptions > 0) == (preempt_every > 0)
         assert (core.stats.recomputations > 0) == (name == "recomputation")
         drafts = options.get("use_nextn_decode", 5)
         assert (core.speculation is not None and sum(core.speculation.verified) > 0) == (drafts > 0)

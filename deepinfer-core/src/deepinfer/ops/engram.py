@@ -159,7 +159,8 @@ def engram_gate(streams: Tensor, key_value: Tensor, gate: Tensor, live: Tensor, 
     dot = (wide * gate.to(accumulate) * key).sum(-1)
     dot = dot * torch.rsqrt(wide.square().mean(-1) + norm_eps) * torch.rsqrt(key.square().mean(-1) + norm_eps)
     dot = dot * d**-0.5
-    strength = sigmoid(torch.copysign(dot.abs().clamp(min=GATE_FLOOR).sqrt(), dot))
+    root = dot.abs().clamp(min=GATE_FLOOR).sqrt()
+    strength = sigmoid(torch.where(torch.signbit(dot), -root, root))
     strength = strength.masked_fill(~live[:, None], 0.0)
     return (wide + strength[..., None] * value[:, None, :]).to(streams.dtype)
 
