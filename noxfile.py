@@ -69,8 +69,8 @@ def ascend(session: nox.Session) -> None:
     session.run("python", "tests/ascend_sim/build.py", build, env=environment)
     environment |= {"DEEPINFER_TEST_ASCEND_SIM": build, "PYTHONPATH": "tests"}
     plugin = ("-q", "-p", "ascend_sim.plugin")
-    session.run("pytest", *plugin, "tests/ascend_sim", *session.posargs, env=environment)
-    session.run("pytest", *plugin, "tests/contracts", "--backend", "ascend", "--size", "tiny", env=environment)
+    session.run("pytest", *plugin, "tests/ascend_sim", "tests/ascend950", *session.posargs, env=environment)
+    session.run("pytest", *plugin, "tests/contracts", "--backend", "ascend", env=environment)
 
 
 @nox.session
