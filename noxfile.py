@@ -74,6 +74,13 @@ def ascend(session: nox.Session) -> None:
 
 
 @nox.session
+def cubins(session: nox.Session) -> None:
+    """Compile every NVIDIA kernel for sm_90 and sm_100 without a GPU; `-- --op NAME --arch 90` for less."""
+    _install(session, "test")
+    session.run("python", "benchmarks/cubins.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, formatting, types and import rules."""
     _install(session, "lint")
