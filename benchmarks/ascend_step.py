@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepinfer.api.backend import Numerics
-from deepinfer.api.ops import EngramTable
+from deepinfer.api.ops import DenseWeight, EngramTable
 from deepinfer.backend.kernels import KernelTable, all_contracts
 from deepinfer.checkpoint.reader import ReadStats
 from deepinfer.models.deepseek_v41.config import parse_config
@@ -74,13 +74,16 @@ class ShapedCheckpoint:
 
 
 class ShapedBackend(AscendBackend):
-    """Lays out experts without looking at their codes."""
+    """Lays out weights without looking at their codes."""
 
     def load(self, placement: Any, raw: Mapping[str, Tensor]) -> Any:
-        """As the backend does it, but for experts."""
+        """As the backend does it, but for experts and for FP8 weights that become values."""
+        parts = placement.group.parts
+        if placement.group.plain_rows:
+            code, scale = (torch.empty(part.shape, dtype=torch.bfloat16, device="npu") for part in parts)
+            return DenseWeight(code, quantised=True, scales=(scale.to(torch.uint8),))
         if placement.group.kind != "fp4_experts":
             return super().load(placement, raw)
-        parts = placement.group.parts
         count, (inner, hidden) = len(parts) // 6, (parts[0].shape[0], 2 * parts[0].shape[1])
 
         def pair(terms: int, outputs: int) -> tuple[Tensor, Tensor]:
@@ -159,10 +162,12 @@ def stored_bytes(value: Any, share: float) -> dict[int, float]:
     if isinstance(value, EngramTable):
         return {}  # Only looked into.
     if isinstance(value, MxExperts):
-        # Codes lie in memory as FP8, twice what the checkpoint's FP4 takes.
+        # Codes lie in memory as FP8, twice what the checkpoint's FP4 takes; FP8 that became values likewise.
         codes, scales = (value.gate_up, value.down), (value.gate_up_scales, value.down_scales)
         parts = [(tensor, share / 2) for tensor in codes] + [(tensor, share) for tensor in scales]
         return {memory(tensor): factor * nbytes(tensor) for tensor, factor in parts}
+    if isinstance(value, DenseWeight) and value.scales is not None:
+        return {memory(value.values): nbytes(value.values) / 2 + nbytes(value.scales)}
     if isinstance(value, Tensor):
         return {memory(value): nbytes(value)}
     items = value if isinstance(value, (tuple, list)) else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,6 +85,17 @@ def test_stored_bytes_come_back(made, numerics):
     assert set(back) == set(raw)
     for name, stored in raw.items():
         assert torch.equal(back[name].view(torch.uint8), stored.view(torch.uint8)), name
+
+
+def test_weights_that_meet_plain_rows_are_kept_as_values():
+    group, raw = linear_group(128)
+    (placement,) = BACKEND.plan_weights([replace(group, plain_rows=True)], Shard(), RELEASE)
+    handle = BACKEND.load(placement, raw)
+    assert placement.layout == "values:bfloat16"
+    assert handle.values.dtype is torch.bfloat16
+    assert handle.quantised
+    back = BACKEND.unpack(placement, handle)
+    assert all(torch.equal(back[name].view(torch.uint8), stored.view(torch.uint8)) for name, stored in raw.items())
 
 
 @pytest.mark.parametrize("made", [linear_group(128), expert_group(64, 128)])

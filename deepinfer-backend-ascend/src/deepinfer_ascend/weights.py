@@ -1,7 +1,8 @@
 """Which form each weight group has on the device, and its bytes again.
 
 Quantised weights keep their codes where a product of torch_npu reads them as they are (layout `mx`: release numerics,
-sums of a multiple of 64 terms); elsewhere they become exact values of the compute dtype (layout `values`).
+sums of a multiple of 64 terms, quantised rows); elsewhere they become exact values of the compute dtype (layout
+`values`), once instead of in every step.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _plan(group: WeightGroup, numerics: Numerics) -> Placement:
 
 
 def _takes_mx(group: WeightGroup, numerics: Numerics) -> bool:
-    if numerics.compute_dtype is not torch.bfloat16 or not numerics.activation_quant:
+    if numerics.compute_dtype is not torch.bfloat16 or not numerics.activation_quant or group.plain_rows:
         return False
     packed = 2 if group.kind == "fp4_experts" else 1
     return all(mx_width(packed * part.shape[1]) for part in group.parts if part.dtype != "F8_E8M0")

@@ -72,6 +72,6 @@ def _product(rows: Rows | MxRows, weight: DenseWeight | MxWeight, dtype: torch.d
 
 
 def grouped_linear(x: Tensor, weight: DenseWeight | MxWeight) -> Tensor:
-    """See the contract `grouped_linear`: inputs are not quantised, so the weight becomes exact values."""
+    """See the contract `grouped_linear`: inputs are not quantised, so the weight is read as exact values."""
     blocks = weight.values.to(x.dtype).unflatten(0, (x.shape[1], -1))
     return torch.bmm(x.transpose(0, 1), blocks.transpose(1, 2)).transpose(0, 1).flatten(1)

@@ -95,11 +95,14 @@ class WeightGroup:
         name: unique name of the group within the model.
         kind: how the tensors are stored.
         parts: the tensors.
+        plain_rows: whether the rows that it meets are never quantised, as those of the grouped output linear. A backend
+            whose products do not take stored codes with such rows may keep exact values instead.
     """
 
     name: str
     kind: WeightKind
     parts: tuple[WeightPart, ...]
+    plain_rows: bool = False
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,11 @@ def weight_groups(config: ModelConfig) -> dict[str, WeightGroup]:
     specs = expected_tensors(config)
     groups: dict[str, WeightGroup] = {}
 
-    def add(name: str, kind: WeightKind, *tensors: str) -> None:
+    def add(name: str, kind: WeightKind, *tensors: str, plain_rows: bool = False) -> None:
         suffixes = ("",) if kind in ("bf16", "float32") else (".weight", ".scale")
         names = [tensor + suffix for tensor in tensors for suffix in suffixes]
         parts = tuple(WeightPart(part, specs[part].shape, specs[part].dtype) for part in names)
-        groups[name] = WeightGroup(name, kind, parts)
+        groups[name] = WeightGroup(name, kind, parts, plain_rows)
 
     for role in Topology.from_config(config).layers:
         _layer_groups(add, config, role)
@@ -98,7 +98,7 @@ Add = Callable[..., None]
 def _block_groups(add: Add, prefix: str, experts: int) -> None:
     attention, ffn = f"{prefix}.attn", f"{prefix}.ffn"
     add(f"{prefix}.qkv_a", "fp8_block32", f"{attention}.wq_a", f"{attention}.wkv")
-    add(f"{prefix}.wo_a", "fp8_block32", f"{attention}.wo_a")
+    add(f"{prefix}.wo_a", "fp8_block32", f"{attention}.wo_a", plain_rows=True)
     add(f"{prefix}.wo_b", "fp8_block32", f"{attention}.wo_b")
     add(f"{prefix}.hc_attn_fn", "float32", f"{prefix}.hc_attn_fn")
     add(f"{prefix}.hc_ffn_fn", "float32", f"{prefix}.hc_ffn_fn")
