@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from deepinfer.cpu.runtime import CpuRuntime
+from deepinfer.engine.build import has_graphs
 from deepinfer.engine.forward_graphs import MOST_ROWS, ForwardGraphs
 from deepinfer.ops.step import StepInputs
+from deepinfer.settings import Settings
 
 
 class RecordingRuntime(CpuRuntime):
@@ -99,3 +101,10 @@ def test_failed_capture_is_reported_once_and_steps_go_on(
     assert [record.message for record in caplog.records] == [
         "steps run kernel by kernel: the forward pass cannot be captured (operation not permitted)"
     ]
+
+
+@pytest.mark.parametrize(("able", "eager", "wanted"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_graphs_are_used_where_the_backend_has_them_unless_switched_off(able: bool, eager: bool, wanted: bool) -> None:
+    backend = SimpleNamespace(capabilities=lambda: SimpleNamespace(graphs=able))
+    loaded: Any = SimpleNamespace(backend=backend)
+    assert has_graphs(loaded, Settings(enforce_eager=eager)) is wanted

@@ -4,6 +4,7 @@ from typing import Any
 
 from deepinfer.models.deepseek_v41.config import parse_config
 from deepinfer.models.deepseek_v41.tensors import expected_tensors
+from deepinfer.models.deepseek_v41.weights import weight_groups
 
 
 def test_released_counts(raw_release: dict[str, Any]) -> None:
@@ -41,3 +42,9 @@ def test_released_shapes(raw_release: dict[str, Any]) -> None:
     assert "layers.24.attn.indexer.wk.weight" not in specs
     assert specs["layers.5.attn.wo_a.scale"].module == "layers.5.attn"
     assert specs["layers.5.ffn.experts.7.w1.weight"].module == "layers.5.ffn.experts.7"
+
+
+def test_only_the_grouped_output_linear_meets_plain_rows(raw_release: dict[str, Any]) -> None:
+    groups = weight_groups(parse_config(raw_release)).values()
+    plain = {group.name for group in groups if group.plain_rows}
+    assert plain == {f"layers.{layer}.wo_a" for layer in range(40)} | {f"mtp.{stage}.wo_a" for stage in range(3)}

@@ -252,3 +252,19 @@ def test_temperature_zero_takes_the_lower_of_equal_ids() -> None:
         zero.int(),
     )
     assert tokens.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_working_on_all_rows_changes_no_bit(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the references do not ask which rows have limits or draw; here that is made to happen on the host."""
+    function = CALLS[op]
+    samples = list(CONTRACTS[op].samples("odd", torch.Generator().manual_seed(7)))
+    chosen = [function(**sample.kwargs) for sample in samples]
+    monkeypatch.setattr(sampling, "rows_where", lambda mask: torch.arange(mask.shape[0]))
+    for sample, expected in zip(samples, chosen, strict=True):
+        for ours, theirs in zip(*map(as_tuple, (function(**sample.kwargs), expected)), strict=True):
+            assert torch.equal(ours, theirs), sample.label
+
+
+def as_tuple(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)

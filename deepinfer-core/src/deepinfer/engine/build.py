@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from deepinfer.observe.recorder import StepObserver
     from deepinfer.settings import Settings
 
-__all__ = ["BuiltEngine", "build_engine", "plan_memory"]
+__all__ = ["BuiltEngine", "build_engine", "has_graphs", "plan_memory"]
 
 _logger = logging.getLogger("deepinfer.engine")
 
@@ -179,7 +179,7 @@ def build_engine(
         rejection=settings.draft_verification == "rejection",
         poison_released=poison_released,
         runtime=loaded.runtime,
-        graphs=_has_graphs(loaded, settings),
+        graphs=has_graphs(loaded, settings),
     )
     if executor is None:
         executor = ThreadExecutor if depth > 1 else InlineExecutor
@@ -206,7 +206,8 @@ def build_engine(
     return BuiltEngine(core, plan, config.max_model_len)
 
 
-def _has_graphs(loaded: LoadedModel, settings: Settings) -> bool:
+def has_graphs(loaded: LoadedModel, settings: Settings) -> bool:
+    """Whether forward passes are replayed from captured graphs: the backend can, and nobody switched it off."""
     if loaded.backend is None or settings.enforce_eager:
         return False
     return loaded.backend.capabilities().graphs

@@ -16,7 +16,7 @@ def is_on_host(tensor: Tensor) -> bool:
 def rows_where(mask: Tensor) -> Tensor:
     """Rows to work on: int64 indices of those in a mask [S]; of all rows where the mask lies on a device.
 
-    The caller selects by the mask again, so that the result is the same.
+    What the caller does must leave rows outside the mask as they are.
     """
     if is_on_host(mask):
         return mask.nonzero()[:, 0]

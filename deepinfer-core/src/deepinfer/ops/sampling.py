@@ -131,11 +131,9 @@ def apply_filters(
     scaled = torch.where(
         greedy, torch.where(first, 0.0, -torch.inf), shifted / torch.where(greedy, 1.0, temperature[:, None])
     )
-    limits = (temperature > 0) & ((top_k >= 0) | (top_p < 1))
-    limited = rows_where(limits)
+    limited = rows_where((temperature > 0) & ((top_k >= 0) | (top_p < 1)))
     if limited.numel():
-        kept = _keep_first(scaled[limited], top_k[limited], top_p[limited])
-        scaled[limited] = torch.where(limits[limited, None], kept, scaled[limited])
+        scaled[limited] = _keep_first(scaled[limited], top_k[limited], top_p[limited])
     if min_p is not None:
         # log(p / largest p) against log(min_p), which is a fixed sequence of operations on every backend.
         least = torch.where(min_p > 0, log(min_p.to(torch.float32).clamp(min=SMALLEST_NORMAL)), -torch.inf)
@@ -144,6 +142,7 @@ def apply_filters(
 
 
 def _keep_first(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Scaled logits with -inf behind top-k and top-p; rows without limits, and greedy ones, come out as they are."""
     ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
