@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ascend_sim import plugin  # noqa: F401 - starts the simulated device
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from cuda_step import GRAPH_OPS, decoding
+from cuda_step import RandomCheckpoint, decoding, watched
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_leaves
 from deepinfer.api.backend import Numerics
 from deepinfer.api.ops import DenseWeight, EngramTable
 from deepinfer.backend.kernels import KernelTable, all_contracts
-from deepinfer.checkpoint.reader import ReadStats
 from deepinfer.models.deepseek_v41.config import parse_config
 from deepinfer.models.deepseek_v41.spec import DeepseekV41
 from deepinfer.models.deepseek_v41.tensors import expected_tensors
@@ -47,29 +46,17 @@ from deepinfer_ascend.handles import PAIR, MxExperts
 CONFIG = Path(__file__).parent.parent / "tests" / "core" / "models" / "data" / "v41_flash_config.json"
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
 LOOKUPS = {"aten.index.Tensor", "aten.index_select.default", "aten.gather.default", "aten.embedding.default"}
-MATRIX_PRODUCTS = {"aten.mm.default", "aten.bmm.default", "aten.addmm.default", "npu.npu_quant_matmul.default"}
+MATRIX_PRODUCTS = {"aten.mm.default", "aten.bmm.default", "aten.matmul.default", "npu.npu_quant_matmul.default"}
 GROUPED = "npu.npu_grouped_matmul.default"
 REST = "beside the layers"
 CARDS = {"950DT": 4.0e12, "950PR": 1.6e12}
 """Announced bytes a second."""
 
 
-class ShapedCheckpoint:
+class ShapedCheckpoint(RandomCheckpoint):
     """Tensors of the released shapes without content."""
 
-    def __init__(self, specs: Mapping[str, Any]) -> None:
-        self.specs, self.path, self.stats = specs, Path(), ReadStats()
-
-    def validate(self, specs: Mapping[str, Any]) -> None:
-        """Every wanted tensor can be made."""
-
-    def read(self, names: Sequence[str], progress: Callable[[int], None] | None = None) -> dict[str, Tensor]:
-        """Empty tensors in the stored formats."""
-        return {name: self.mmap(name) for name in names}
-
-    def mmap(self, name: str) -> Tensor:
-        """One of them."""
-        spec = self.specs[name]
+    def _tensor(self, spec: Any) -> Tensor:
         return torch.empty(spec.shape, dtype=DTYPES.get(spec.dtype, torch.uint8))
 
 
@@ -192,7 +179,7 @@ def build_model(table: KernelTable, backend: AscendBackend) -> DeepseekV41:
     raw = json.loads(CONFIG.read_text())
     raw["text_config"]["engram_compressed_vocab_size"] = raw["text_config"]["vocab_size"]
     config = parse_config(raw)
-    checkpoint: Any = ShapedCheckpoint(expected_tensors(config))
+    checkpoint: Any = ShapedCheckpoint(expected_tensors(config), torch.device("cpu"))
     return DeepseekV41(checkpoint, config, backend, table, table.numerics, page_size=128, max_draft=0)
 
 
@@ -200,16 +187,9 @@ def measure(model: DeepseekV41, rows: int, context: int) -> dict[str, Any]:
     """Counts of one decode step of `rows` sequences."""
     batch, config = decoding(model, rows, context), model.config
     hit = min(rows * config.num_experts_per_tok, config.n_routed_experts)
-    count, graph = Count(hit / config.n_routed_experts, model.weights), model.graph
-    originals = {name: getattr(graph, name) for name in GRAPH_OPS}
-    for name, op in GRAPH_OPS.items():
-        setattr(graph, name, count.wrap(op, originals[name]))
-    try:
-        with count:
-            batch.step()
-    finally:
-        for name, function in originals.items():
-            setattr(graph, name, function)
+    count = Count(hit / config.n_routed_experts, model.weights)
+    with watched(model.graph, count.wrap), count:
+        batch.step()
     names = sorted(count.launches, key=lambda op: -count.bytes[op])
     kept = ("calls", "launches", "bytes", "flops", "floor")
     parts = {op: {name: getattr(count, name)[op] for name in kept} for op in names}

@@ -13,7 +13,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -208,10 +209,22 @@ def replay_time(graph: torch.cuda.CUDAGraph) -> float:
     return statistics.median(times[3:])
 
 
+@contextmanager
+def watched(graph: Any, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Put `wrap(op, function)` in the place of every operation of a graph."""
+    originals = {name: getattr(graph, name) for name in GRAPH_OPS}
+    for name, op in GRAPH_OPS.items():
+        setattr(graph, name, wrap(op, originals[name]))
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(graph, name, function)
+
+
 def recorded_calls(batch: Decoding) -> dict[str, list[Callable[[], Any]]]:
     """Every call of the graph's operations in one eager step, ready to be made again."""
     calls: dict[str, list[Callable[[], Any]]] = defaultdict(list)
-    graph, originals = batch.model.graph, {}
 
     def recording(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -220,14 +233,8 @@ def recorded_calls(batch: Decoding) -> dict[str, list[Callable[[], Any]]]:
 
         return call
 
-    for name, op in GRAPH_OPS.items():
-        originals[name] = getattr(graph, name)
-        setattr(graph, name, recording(op, originals[name]))
-    try:
+    with watched(batch.model.graph, recording):
         batch.step()
-    finally:
-        for name, function in originals.items():
-            setattr(graph, name, function)
     return calls
 
 
